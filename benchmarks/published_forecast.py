@@ -97,7 +97,7 @@ class Forecast:
 
 def forecast(run: Run) -> Forecast:
     """What lowtide says about `run`."""
-    from lowtide.pipeline.fully_sharded import Sharding, play_network, sharded_profile
+    from lowtide.cluster.sharded import Sharding, play_network, sharded_profile
     from lowtide.planner.rerun_layers import run_again
     from lowtide.timeline.cluster import load_cluster
 
@@ -151,6 +151,7 @@ def traced(run: Run, hardware: Hardware) -> tuple[Profile, dict[str, int]]:
     """The plain step, and the bytes of each layer's parameters."""
     import torch
 
+    from benchmarks.compiled_times import of_all, of_layers
     from lowtide.loss.attach import sliced_where
     from lowtide.profiling.fake.trace import trace
 
@@ -165,7 +166,7 @@ def traced(run: Run, hardware: Hardware) -> tuple[Profile, dict[str, int]]:
     with sliced_where(model, may=run.loss == "chunked", must=run.loss == "chunked"):
         profile = trace(
             model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer,
-            compiled=("layers" if "torchtitan" in run.source else "all") if run.mode == "compiled" else "nothing",
+            price=(of_layers if "torchtitan" in run.source else of_all) if run.mode == "compiled" else None,
         )  # fmt: skip
     modules = dict(model.named_modules())
     layer_bytes = {name: sum(parameter.nbytes for parameter in modules[name].parameters()) for name in profile.layers}

@@ -1,11 +1,12 @@
 """The demo: the same training steps plain and under lowtide, in one table. `make demo` runs it.
 
 What: a Llama on the bytes of the Python standard library, on the CPU, each run in a process of its own from the same
-seed. Printed are the peak of resident memory as the kernel saw it, what became of the activations, the time of a step,
-and whether every loss and every weight is the same to the bit.
+seed. The runs take their steps in turn, so that a slow minute of the machine is a slow minute of all. Printed are the
+peak of resident memory as the kernel saw it, what became of the activations, the time of a step with its spread, and
+whether every loss and every weight is the same to the bit. Times are divided by that of the fastest plain run.
 Why resident memory: without an accelerator main memory plays the device and the next tier is the disk, so what the
 kernel counts is what a run needs. Why processes: a peak belongs to a process, and memory once freed is reused.
-Cost: about a minute on two cores, 2 GB of memory, 1 GB of disk. Nothing is downloaded and nothing is left behind.
+Cost: two to three minutes on two cores, 6 GB of memory, 1 GB of disk. Nothing is downloaded, nothing is left behind.
 Not covered: accelerators; long runs. A few steps give the memory exactly and the time roughly.
 
     python examples/demo.py                  the table on stdout, progress on stderr
@@ -24,19 +25,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 SEED = 0
 MIB = 2**20
 _FATES = ("kept", "swapped", "recomputed")
-BASELINE = "plain, malloc"
-"""What every run is compared with. lowtide also sets the C library's thresholds, and what they alone change is not its
-doing: this is plain training with the same ones."""
+RATIO = "x fastest plain"
+WITH_THRESHOLDS = "plain, malloc"
+"""lowtide also sets the C library's thresholds; this is plain training with the same ones."""
 RUNS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    BASELINE: None,
+    WITH_THRESHOLDS: None,
     "recompute": {"recompute": "all"},
     # Early layers have the most time to leave and to come back. Backward begins with the last layer: at that moment
     # a recompute would bring all of it back, so keeping it costs nothing at the peak.
@@ -45,7 +46,7 @@ RUNS: dict[str, dict[str, Any] | None] = {
     "swap, state": {"swap": "all", "optimizer": "swap"},
 }
 SIZES = {
-    "demo": {"layers": 8, "hidden": 512, "heads": 8, "intermediate": 1408, "sequence": 512, "batch": 4},
+    "demo": {"layers": 8, "hidden": 512, "heads": 8, "intermediate": 1408, "sequence": 512, "batch": 3},
     "tiny": {"layers": 8, "hidden": 64, "heads": 2, "intermediate": 128, "sequence": 64, "batch": 2, "min_bytes": 0},
 }
 # Huge pages and page-aligned storages. torch reads it once; lowtide.apply sets it by itself, but here the model is
@@ -61,9 +62,18 @@ class DemoError(Exception):
 
 
 def run_all(size_name: str, num_steps: int) -> dict[str, Any]:
-    """Every run, one after the other, with progress on stderr; everything measured, as JSON takes it."""
+    """Every run, a step of each in turn, with progress on stderr; everything measured, as JSON takes it."""
     start = time.perf_counter()
-    runs = {name: _run(name, size_name, num_steps) for name in RUNS}
+    with ExitStack() as stack:
+        children = {name: stack.enter_context(_started(name, size_name, num_steps)) for name in RUNS}
+        names = list(RUNS)
+        for step in range(num_steps):
+            first = step % len(names)  # nobody comes always after the same one
+            for name in (*names[first:], *names[:first]):
+                line = _answer(name, children[name], "step")
+                seconds = f"{line['seconds']:.1f} s" if "seconds" in line else "warm-up, not measured"
+                _note(f"{name:<13} step {line['step']}/{num_steps}  loss {line['loss']:.4f}  {seconds}")
+        runs = {name: _answer(name, child, "")["result"] for name, child in children.items()}
     plain = runs["plain"]
     return {
         "command": f"python examples/demo.py --steps {num_steps} --json",
@@ -84,46 +94,47 @@ def run_all(size_name: str, num_steps: int) -> dict[str, Any]:
     }
 
 
-def _run(name: str, size_name: str, num_steps: int) -> dict[str, Any]:
+def _answer(name: str, child: subprocess.Popen[str], ask: str) -> dict[str, Any]:
+    """The next line of a run, which takes a step for it if it is asked to."""
+    assert child.stdin is not None and child.stdout is not None
+    with suppress(BrokenPipeError):
+        if ask:
+            child.stdin.write(f"{ask}\n")
+            child.stdin.flush()
+    line = child.stdout.readline()
+    if not line:
+        raise DemoError(f"run '{name}' failed with status {child.wait()}; its own message is above")
+    return json.loads(line)
+
+
+@contextmanager
+def _started(name: str, size_name: str, num_steps: int) -> Iterator[subprocess.Popen[str]]:
+    """A run, from its start to its end: a child that does not hear the terminal's Ctrl-C, and never outlives this."""
     size = SIZES[size_name]
     settings = {"memory": _memory_of(name, size), "size": size, "num_steps": num_steps, "seed": SEED}
-    settings["sets_malloc"] = name == BASELINE
+    settings["sets_malloc"] = name == WITH_THRESHOLDS
     command = [sys.executable, str(Path(__file__).resolve().with_name("demo_run.py")), json.dumps(settings)]
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     _note(f"{name:<13} starting")
-    result = None
-    with _process(command, environment) as process:
-        assert process.stdout is not None
-        for text in process.stdout:
-            line = json.loads(text)
-            result = line.get("result", result)
-            if "step" in line:
-                time_text = f"{line['seconds']:.1f} s" if "seconds" in line else "warm-up, not measured"
-                _note(f"{name:<13} step {line['step']}/{num_steps}  loss {line['loss']:.4f}  {time_text}")
-    if process.returncode or result is None:
-        raise DemoError(f"run '{name}' failed with status {process.returncode}; its own message is above")
-    return result
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
 
 
 def _memory_of(name: str, size: Mapping[str, int]) -> dict[str, Any] | None:
     rules = RUNS[name]
     return rules if rules is None or "min_bytes" not in size else {**rules, "min_bytes": size["min_bytes"]}
-
-
-@contextmanager
-def _process(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A child that does not hear the terminal's Ctrl-C, and never outlives this block."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
-    try:
-        with process:
-            try:
-                yield process
-            except BaseException:
-                process.kill()
-                raise
-    finally:
-        process.wait()
 
 
 def _note(text: str) -> None:
@@ -153,20 +164,28 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     runs = report["runs"]
     differing = {line.split("'")[1] for line in differences(runs)}
     found: list[tuple[str, ...]] = [
-        ("run", "peak MiB", "above rest", "kept", "swapped", "recomputed", "s/step", f"x {BASELINE}", "losses, weights")
+        ("run", "peak MiB", "above rest", "kept", "swapped", "recomputed", "s/step", "range", RATIO, "losses, weights")
     ]
     for name, run in runs.items():
         above_bytes = run["peak_resident_bytes"] - run["rest_resident_bytes"]
         sizes = (run["peak_resident_bytes"], above_bytes, *(run[f"{fate}_bytes"] for fate in _FATES))
         verdict = "-" if name == "plain" else "DIFFERENT" if name in differing else "identical"
-        times = (f"{statistics.median(run['step_seconds']):.2f}", f"{time_ratio(runs, name):.2f}")
-        found.append((name, *(f"{round(size / MIB)}" for size in sizes), *times, verdict))
+        times = run["step_seconds"]
+        spread = f"{min(times):.2f} - {max(times):.2f}"
+        cells = (f"{statistics.median(times):.2f}", spread, f"{time_ratio(runs, name):.2f}", verdict)
+        found.append((name, *(f"{round(size / MIB)}" for size in sizes), *cells))
     return found
 
 
+def baseline(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """The run that all are compared with: the fastest of those without lowtide."""
+    plain = [name for name in ("plain", WITH_THRESHOLDS) if name in runs]
+    return min(plain, key=lambda name: statistics.median(runs[name]["step_seconds"]))
+
+
 def time_ratio(runs: Mapping[str, Mapping[str, Any]], name: str) -> float:
-    """The median step of a run over that of the baseline."""
-    return statistics.median(runs[name]["step_seconds"]) / statistics.median(runs[BASELINE]["step_seconds"])
+    """The median step of a run over that of the fastest plain run."""
+    return statistics.median(runs[name]["step_seconds"]) / statistics.median(runs[baseline(runs)]["step_seconds"])
 
 
 def words(report: Mapping[str, Any]) -> list[str]:
@@ -174,13 +193,13 @@ def words(report: Mapping[str, Any]) -> list[str]:
     header, *cells = rows(report)
     by_name = {row[0]: dict(zip(header, row, strict=True)) for row in cells}
     peaks = {name: int(row["peak MiB"]) for name, row in by_name.items()}
-    times = {name: row[f"x {BASELINE}"] for name, row in by_name.items()}
+    times = {name: row[RATIO] for name, row in by_name.items()}
+    base = baseline(report["runs"])
     plans = [name for name, rules in RUNS.items() if rules is not None and name in by_name]
     sentences = [
-        f"{name} takes {times[name]} of its time, with a peak {_change(peaks[name], peaks[BASELINE])}."
-        for name in ("plain", *plans)
+        f"{name} takes {times[name]} of its time, with a peak {_change(peaks[name], peaks[base])}." for name in plans
     ]
-    sentences[0] = f"Compared with '{BASELINE}' (peak {peaks[BASELINE]} MiB): {sentences[0]}"
+    sentences.insert(0, f"The fastest plain run is '{base}', with a peak of {peaks[base]} MiB. Compared with it:")
     lowest = [name for name in plans if peaks[name] == min(peaks[each] for each in plans)]
     fastest = [name for name in plans if float(times[name]) == min(float(times[each]) for each in plans)]
     sentences.append(f"Of the plans {_names(lowest)} the lowest peak, and {_names(fastest)} the shortest step.")
@@ -230,8 +249,8 @@ def legend(report: Mapping[str, Any]) -> str:
             "above rest    the peak above what is resident between steps (the program, weights and optimizer state of "
             f"{plain['state_bytes'] / MIB:.0f} MiB): activations, gradients, temporaries",
             "kept ...      MiB of activations of one step, by what became of them",
-            "s/step        median",
-            f"{BASELINE} plain with the C library's thresholds as lowtide sets them; times are over its time",
+            "s/step, range the median of the measured steps, and the fastest and the slowest of them",
+            f"{WITH_THRESHOLDS} plain with the C library's thresholds as lowtide sets them",
         ]
     )
 
@@ -239,7 +258,7 @@ def legend(report: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the exit status."""
     parser = argparse.ArgumentParser(description="Train a small model plain and under lowtide, and compare.")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each run, at least 2 (default: 3)")
+    parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps of each run, at least 2 (default: 6)")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout; the table goes to stderr")
     parser.add_argument("--tiny", action="store_true", help="a very small model: for tests, says little about memory")
     args = parser.parse_args(argv)

@@ -1,6 +1,7 @@
 """One run of the demo, measured: `demo.py` starts this file in a process of its own for each run.
 
-What: trains as the settings say (JSON, the only argument) and prints a JSON line per step and one with the result.
+What: trains as the settings say (JSON, the only argument), a step for each line that it reads, and prints a JSON line
+per step and one with the result.
 Why the first step is not measured: it makes the optimizer state, and lowtide learns the model in it.
 Not covered: anything but the CPU.
 """
@@ -39,6 +40,7 @@ def run(settings: Mapping[str, Any]) -> None:
     tide = lowtide.apply(model, memory, optimizer=optimizer) if memory is not None else None
     meter = PeakMeter()
     saved: dict[int, int] = {}
+    _wait_for_turn()
     warm_up_loss = _step(model, optimizer, next(batches), _counting(saved) if tide is None else None)
     _say({"step": 1, "loss": warm_up_loss})
     rest_bytes = _come_to_rest(tide)
@@ -47,6 +49,7 @@ def run(settings: Mapping[str, Any]) -> None:
     for step in range(2, settings["num_steps"] + 1):
         if tide is not None:
             tide.reset_stats()
+        _wait_for_turn()
         start = time.perf_counter()
         losses.append(_step(model, optimizer, next(batches)))
         step_seconds.append(time.perf_counter() - start)
@@ -193,6 +196,12 @@ class PeakMeter:
         process = psutil.Process()
         while not self._is_over.wait(0.002):
             self._peak_bytes = max(self._peak_bytes, process.memory_info().rss)
+
+
+def _wait_for_turn() -> None:
+    """The runs take their steps in turn."""
+    if not sys.stdin.readline():
+        sys.exit("the demo has ended")
 
 
 def _say(line: Mapping[str, Any]) -> None:

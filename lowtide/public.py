@@ -39,14 +39,13 @@ def apply(
     group: Any = None,
     first_layer: int | None = None,
     tp_group: Any = None,
-    say: Callable[[str], None] | None = None,
 ) -> Tide | Tides:
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
     file. `engine` is an engine, the name of one, or a function that makes one for a plan; absent, it is
     chosen by the device of the model. Gradients are the same to the bit; `state_dict` does not change.
-    If `memory` has a budget, this is `optimize`; `say` gets a line when a plan is made.
+    If `memory` has a budget, this is `optimize`.
     A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` means what it means there; the
     first forward pass is then observed (one extra step, after which everything is as before). If `model` is one stage
     of a pipeline, `first_layer` is the number that its first layer has in the whole model, from 0.
@@ -61,7 +60,6 @@ def apply(
 
     check_group(group, "lowtide.apply")
     check_group(tp_group, "lowtide.apply", "tp_group")
-    check_function("lowtide.apply", "say", say)
     if first_layer is not None and (type(first_layer) is not int):
         raise wrong_argument("lowtide.apply", "first_layer", "the number of a layer, from 0", first_layer)
     _refuse_a_budget(memory)
@@ -75,7 +73,6 @@ def apply(
             group=group,
             first_layer=first_layer,
             tp_group=tp_group,
-            say=say,
         )
     _refuse_without_sections(first_layer, tp_group)
     if not isinstance(memory, Plan):
@@ -83,7 +80,7 @@ def apply(
         if memory.has_budget:
             from lowtide.runtime.autopilot.optimize import optimize  # a fixed plan needs none of it
 
-            return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group, say=say)
+            return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group)
     return apply_plan(model, memory, optimizer=optimizer, engine=engine, group=group)
 
 
@@ -161,14 +158,16 @@ def write_report(handle: torch.nn.Module | Tide | Tides, path: str | os.PathLike
     from lowtide.runtime.session.tides import Tides
 
     check_form(path)
-    found = current(handle) if isinstance(handle, Module) else handle
-    if found is not None and not isinstance(found, Tide | Tides):
-        raise wrong_argument("lowtide.write_report", "handle", "a model, or what apply or optimize gave for it", found)
-    if found is None:
+    in_force = current(handle) if isinstance(handle, Module) else handle
+    if in_force is not None and not isinstance(in_force, Tide | Tides):
+        raise wrong_argument(
+            "lowtide.write_report", "handle", "a model, or what apply or optimize gave for it", in_force
+        )
+    if in_force is None:
         raise ConfigError(
             "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"
         )
-    return write(report_of_handle(found), path)
+    return write(report_of_handle(in_force), path)
 
 
 def selective_offload(

@@ -1,3 +1,3 @@
 """The version of lowtide. In a file of its own, so that what is below the public surface can name it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

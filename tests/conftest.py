@@ -63,6 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Links are measured once for all tests of a process, and nothing is written to the user's cache."""
+    # Matplotlib would look for fonts anew.
+    os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp())
+
+
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """The same random numbers for every test, whatever ran before. Plain tests do not pay for importing torch."""

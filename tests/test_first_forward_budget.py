@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.config.memory import load_memory
+from lowtide.core.log import Listener
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.runtime.autopilot.measure import Correction
@@ -27,11 +28,6 @@ from tests.support.zoo import same_bits
 
 MIN_BYTES = 4096
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
 
 
 class GatedRecurrence(nn.Module):
@@ -171,7 +167,7 @@ class Counted:
         self.model, self.optimizer = build(name)
         self.tide: Tides = lowtide.optimize(
             self.model, budget=budget_bytes, memory={"min_bytes": MIN_BYTES, **memory}, optimizer=self.optimizer,
-            engine=engine, say=self._planned,
+            engine=engine,
         )  # fmt: skip
         self.counts: list[Any] = []
         self.results: list[Tensor] = []
@@ -197,7 +193,7 @@ class Counted:
         self.counts = [independent, audit]
         if self.tide.tide is not None:
             self._follow(audit)
-        with independent, audit:
+        with Listener(self._planned), independent, audit:
             loss = self.model(batch)
             loss.backward()
         assert self.tide.tide is not None

@@ -63,7 +63,7 @@ def test_public_surface() -> None:
         "swap_optimizer",
         "write_report",
     ]
-    assert lowtide.__version__ == "0.1.0"
+    assert lowtide.__version__ == "0.2.0"
     assert issubclass(lowtide.ConfigError, ValueError)
     with pytest.raises(AttributeError, match=r"^module 'lowtide' has no attribute 'plann'$"):
         _ = lowtide.plann  # type: ignore[attr-defined]

@@ -28,7 +28,8 @@ import lowtide
 from examples.train.experts import named, split_for
 from examples.train.progress import PlanRecord, resident_bytes
 from examples.train.ranks import Ranks
-from lowtide.cluster.split import split_layers
+from examples.train.step_log import StepLog, shifted
+from lowtide.cluster.layout import split_layers
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
 from lowtide.core.profile import Profile
@@ -40,11 +41,10 @@ from lowtide.mindformers.stages import layers_by_offset, sections_of_stages
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.cut_model import cut, leave, loss_function
 from lowtide.pipeline.execute import Pipeline
-from lowtide.pipeline.experts_transformers import find_experts
+from lowtide.pipeline.experts import find_experts
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.schedule import Schedule, layers_of_stages
-from lowtide.pipeline.step_log import StepLog, shifted
 from lowtide.profiling.fake.trace import trace
 from lowtide.report.rank_step import RankStep
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
@@ -122,7 +122,7 @@ class RankStages:
         """When all ranks met after their passes, by the clock of this host."""
         self._place = ranks.rank
 
-    def begin(self, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """When the weights are those to begin with: the memory section, and the pipeline."""
         run = self._run
         self._optimizer = optimizer
@@ -135,7 +135,7 @@ class RankStages:
         if run.memory is not None and run.memory.optimizer == "swap" and run.memory.budget is None:
             self._place_state(run.memory, optimizer)
         if run.sections is not None:
-            self._follow(run, memory, say)
+            self._follow(run, memory)
         elif memory is not None and not memory.has_budget:
             self._tides = [
                 lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
@@ -165,11 +165,11 @@ class RankStages:
         self._placed.check(bare.optimizer)
         self._placed.follow(dataclasses.replace(bare, optimizer=dataclasses.replace(bare.optimizer, overlap="step")))
 
-    def _follow(self, run: RunConfig, memory: MemoryConfig | None, say: Callable[[str], None]) -> None:
+    def _follow(self, run: RunConfig, memory: MemoryConfig | None) -> None:
         """Files of MindSpore Transformers: each stage by the numbers that its layers have in the whole model."""
         sections = sections_of_stages(run.sections, self._schedule, self._num_layers)
         for stage, module in self.stages.items():
-            how: Any = {"memory": memory, "engine": run.train.engine, "group": ALONE, "say": say}
+            how: Any = {"memory": memory, "engine": run.train.engine, "group": ALONE}
             self._tides.append(follow(module, sections, first_layer=self._layers[stage][0], **how))
 
     @property

@@ -38,6 +38,7 @@ from examples.train.stages import RankStages, check_stages
 from lowtide.cli.run_model import build_model
 from lowtide.cli.run_step import make_optimizer
 from lowtide.config.run import RunConfig, TrainConfig
+from lowtide.core.log import Listener
 from lowtide.mindformers.follow import follow
 from lowtide.pipeline.agree import facts_of_model, same_on_all
 
@@ -60,7 +61,7 @@ class Trainer:
         memory = "written" if run.memory is not None else "absent"
         facts = {f"train.{name}": getattr(run.train, name) for name in ("steps", "checkpoint_every", "resume")}
         facts |= {"output_dir": run.output_dir, "section memory": memory, "section parallel": run.parallel}
-        same_on_all({**run.settings(), **facts}, what=_RUN)
+        same_on_all({**settings_of(run), **facts}, what=_RUN)
         check(run, ranks)
         self.reader, self.num_readers = _reader(run, ranks)
         self.corpus = open_text(run)
@@ -87,11 +88,12 @@ class Trainer:
         self.step = saved.step if saved else 0
         """Optimizer steps done."""
         self.say: Callable[[str], None] = _say_nothing
-        """Hears what the autopilot decides."""
+        """Hears the lines of the logger `lowtide`."""
+        self._listener = Listener(self._tell)
         self.tide: Tide | Tides | None = None
         self._forward: torch.nn.Module = self.model
         if self.stages is not None:
-            self.stages.begin(self.optimizer, self._tell)
+            self.stages.begin(self.optimizer)
         else:
             self.tide = self._take_up_memory()
             if not ranks.is_alone and self.experts is None and self.shards is None:
@@ -109,15 +111,15 @@ class Trainer:
         memory, sections = self.run.memory, self.run.sections
         how: Any = {"optimizer": self.optimizer, "engine": self.run.train.engine}
         if sections is not None:
-            return follow(self.model, sections, memory=memory, say=self._tell, **how)
+            return follow(self.model, sections, memory=memory, **how)
         if memory is None:
             return None
         if not memory.has_budget:
             return lowtide.apply(self.model, memory, **how)
-        return lowtide.optimize(self.model, memory=memory, say=self._tell, **how)
+        return lowtide.optimize(self.model, memory=memory, **how)
 
     def _tell(self, line: str) -> None:
-        self.say(line)  # looked up at each call: `self.say` is set after the autopilot was made
+        self.say(line)  # looked up at each call: `self.say` is set after the plan was put on
 
     @property
     def description(self) -> str:
@@ -240,6 +242,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leaves the model as it was built, and lets go of the process group."""
+        self._listener.close()
         self._forward = self.model
         if self.stages is not None:
             self.stages.close()
@@ -248,7 +251,7 @@ class Trainer:
 
     def _settings(self) -> dict[str, object]:
         """What shapes the loss curve, and what a rank has of the model."""
-        settings = self.run.settings() | ({} if self.stages is None else self.stages.settings)
+        settings = settings_of(self.run) | ({} if self.stages is None else self.stages.settings)
         if self.shards is not None:  # another number of ranks may take the run up, if a step has the same sequences
             for key in ("batch_size", "grad_accumulation"):
                 del settings[f"train.{key}"]
@@ -339,6 +342,30 @@ class Trainer:
     def _peak_bytes(self) -> int | None:
         """Without a tide: what the allocator knows; the CPU's knows nothing."""
         return None if self.device.type == "cpu" else torch.accelerator.max_memory_allocated(self.device)
+
+
+def settings_of(run: RunConfig) -> dict[str, object]:
+    """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.
+
+    `memory` is not among them: lowtide does not change a bit.
+    """
+    found: dict[str, object] = {f"model.{key}": value for key, value in run.model.fields.items()}
+    found["model.path"] = str(run.model.path) if run.model.path else None
+    found |= {f"model.{key}": getattr(run.model, key) for key in ("model_type", "dtype", "seed")}
+    found["data.sequence_length"] = run.data.sequence_length
+    keys = ["batch_size", "grad_accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay"]
+    keys += ["clip_grad_norm", "seed", "precision"]
+    if run.train.schedule == "cosine":
+        keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
+    if run.train.optimizer != "adamw":
+        keys.append("optimizer")
+    if run.model.lora is not None:
+        found["model.lora"] = run.model.lora
+    if run.train.expert_parallel > 1:
+        keys.append("expert_parallel")  # checkpoints of versions that did not know it are as those with 1
+    if run.pipeline is not None:  # a rank's checkpoint has the stages of that rank
+        found |= {f"pipeline.{key}": getattr(run.pipeline, key) for key in ("schedule", "stages", "micro_batches")}
+    return found | {f"train.{key}": getattr(run.train, key) for key in keys}
 
 
 def learning_rate_at(step: int, settings: TrainConfig) -> float:

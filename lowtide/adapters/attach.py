@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lowtide
+from lowtide.config.memory import check_unit
 from lowtide.core.budget import parse_budget
+from lowtide.core.log import Listener
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +45,9 @@ class Wish:
             raise lowtide.ConfigError(f"{where}: memory is a plan, which has its budget; leave budget out")
         if self.budget is not None:
             try:  # now, and not when training begins
-                parse_budget(self.budget)
+                check_unit(f"{where}: budget", parse_budget(self.budget))
             except ValueError as error:
-                raise lowtide.ConfigError(f"{where}: budget: {error}") from None
+                raise lowtide.ConfigError(str(error) if where in str(error) else f"{where}: budget: {error}") from None
         return self
 
 
@@ -57,6 +59,8 @@ class Attached:
         self.tide: Any = None
         """The handle in force, or the last one; None before `attach`."""
         self._clock = _StepClock()
+        self._listener: Listener | None = None
+        """Hears what lowtide says, on the rank that tells it."""
 
     def attach(self, model: torch.nn.Module, optimizer: Any, *, speaks: bool) -> None:
         """Act on `model` from now on; `speaks`: this rank tells the user what happens. Raises what `optimize` does.
@@ -69,17 +73,28 @@ class Attached:
             if speaks:
                 self.tell("lowtide: another plan was on this model; it is taken off, and this one begins")
         wish = self.wish
-        how: dict[str, Any] = {"optimizer": optimizer, "engine": wish.engine, "say": self.tell if speaks else None}
+        how: dict[str, Any] = {"optimizer": optimizer, "engine": wish.engine}
+        if speaks:
+            self._listener = Listener(self.tell)
         self._clock = _StepClock()
-        if wish.budget is not None:
-            self.tide = lowtide.optimize(model, budget=wish.budget, memory=wish.memory, **how)
-        else:
-            self.tide = lowtide.apply(model, wish.memory, **how)
+        try:
+            if wish.budget is not None:
+                self.tide = lowtide.optimize(model, budget=wish.budget, memory=wish.memory, **how)
+            else:
+                self.tide = lowtide.apply(model, wish.memory, **how)
+        except BaseException:
+            self._hear_no_more()
+            raise
 
     def remove(self) -> None:
         """Make the model plain again. Idempotent; `tide` stays readable."""
         if self.tide is not None:
             self.tide.remove()
+        self._hear_no_more()
+
+    def _hear_no_more(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
 
     def tell(self, line: str) -> None:
         """Say a line to the user."""

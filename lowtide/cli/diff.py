@@ -25,8 +25,7 @@ from lowtide.config.source import read_text
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import layers_label, plural, runs
-from lowtide.core.text_table import align, wrapped
+from lowtide.core.text_table import align, layers_label, plural, runs, wrapped
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
 

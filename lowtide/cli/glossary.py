@@ -1,7 +1,7 @@
-"""`lowtide glossary [WORD]`: what a word of lowtide's output means; without one, all of them. Also docs/glossary.md.
+"""`lowtide glossary [WORD]`: what a word of lowtide's output means; without one, all of them.
 
 What: `WORDS` in the order in which a reader of `lowtide plan` meets them; `find` looks one up, also by another name for
-it; `page` is the page of the docs, which a test compares with the file.
+it.
 Exit status: 0, or 2 for a word that is not in it.
 Not covered: words of PyTorch, and keys of the run file (docs/memory-rules.md).
 """
@@ -101,17 +101,6 @@ def lines(word: Word) -> list[str]:
     """An entry as text."""
     also = f" (also: {', '.join(word.also)})" if word.also else ""
     return [f"{word.name}{also}", f"    {word.text}"]
-
-
-def page() -> str:
-    """docs/glossary.md."""
-    rows = [f"| **{word.name}** | {', '.join(word.also)} | {word.text} |" for word in WORDS]
-    return "\n".join([
-        "# The words", "",
-        "In the order in which `lowtide plan` prints them; `lowtide glossary WORD` says the same. This page is",
-        "made from `lowtide/cli/glossary.py`.", "",
-        "| word | also | what it means |", "|---|---|---|", *rows, "",
-    ])  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

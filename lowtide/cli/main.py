@@ -24,6 +24,8 @@ from lowtide.version import __version__
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_NOBODY_READS = 141
+EXTRAS = {"transformers": "lowtide[train]", "safetensors": "lowtide[train]", "peft": "peft"}
+"""What an installation of lowtide alone lacks -> what to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(COMMANDS[args.command].module).run(args))
     except ConfigError as error:
         print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        print(f"lowtide: this needs {package}; run: pip install '{EXTRAS[package]}'", file=sys.stderr)
         return EXIT_USER_ERROR
     except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 -- flushed once more when Python ends

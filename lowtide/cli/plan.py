@@ -1,9 +1,10 @@
 """`lowtide plan RUN.yaml`: the fastest plan within a budget, without a device, without weights, without a step.
 
+With `--model CONFIG.json` in place of the run file it is compared with plain and with checkpointed training, and with
+`--largest` the largest batch or the longest sequence of each is found (alternatives.py).
 The model of the run file is traced with fake tensors, or a profile that `lowtide profile` saved is used. stdout has the
 plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
 mistake in the settings and for a budget that no plan fits.
-`--largest sequence` looks for the longest sequence that fits (largest.py).
 With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.shard`
 it is that of one of the ranks that share the parameters (plan_sharded.py).
 """
@@ -19,20 +20,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from lowtide.cli import plan_cluster, plan_sharded
-from lowtide.cli.largest import MEASURES, largest, lines_of, size_of
+from lowtide.cli import alternatives, plan_cluster, plan_sharded
 from lowtide.cli.plan_changes import changes_of
 from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
-from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, check_unit
-from lowtide.config.run import RunConfig
+from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, Settled, check_unit
+from lowtide.config.run import OptimizerKind, RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.text_table import wrapped
-from lowtide.errors import ConfigError
+from lowtide.errors import BudgetError, ConfigError
 from lowtide.report.budget_sweep import OptimizerForecast, forecast_lines, in_backward_lines, optimizer_forecast
 from lowtide.report.write import check_form, write_report
 from lowtide.units import MIB, format_bytes, parse_bytes
@@ -40,29 +40,34 @@ from lowtide.units import MIB, format_bytes, parse_bytes
 if TYPE_CHECKING:
     from lowtide.cli.plan_sharded import Network
     from lowtide.core.decisions import AccountLine
-    from lowtide.core.plan import Plan
+    from lowtide.core.plan import Plan, plan_table
     from lowtide.core.profile import Profile
     from lowtide.planner.optimizer_kinds import Weight
     from lowtide.report.budget_sweep import SweptBudget
-    from lowtide.report.compared_curves import Curve
+    from lowtide.report.played_step import Curve
     from lowtide.timeline.hardware import Hardware
     from lowtide.timeline.step import Link
 
 _MAX_CURVE_POINTS = 1024
 _WORDS = "what a word means: lowtide glossary, or lowtide glossary WORD"
 _MOST_PROFILE_BYTES = 256 * MIB
+_PLACES = ("keep", "swap", "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
+    parser.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
+    alternatives.add_arguments(parser)
     parser.add_argument(
         "--budget", metavar="SIZE", help="instead of memory.budget: peak bytes, such as 20GiB, 90%% or auto"
     )
     parser.add_argument("--host-budget", metavar="SIZE", help="bytes for swapped activations, instead of the file's")
-    parser.add_argument("--optimizer", choices=("keep", "swap", "auto"), help="where its state is between steps")
+    parser.add_argument(
+        "--optimizer",
+        choices=(*_PLACES, *get_args(OptimizerKind)),
+        help="where its state is between steps; or, with --model, which one it is (adamw)",
+    )
     parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="plan from what `lowtide profile` saved")
-    parser.add_argument("--curve", action="store_true", help="draw the memory of the step over its time")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
     parser.add_argument(
@@ -71,25 +76,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the step as .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
     )
-    parser.add_argument(
-        "--largest", choices=MEASURES, help="look for the longest sequence, or the largest batch, that fits"
-    )
     plan_cluster.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a plan. Raises `ConfigError` for mistakes, `BudgetError` when no plan fits."""
-    settings = load_run(args.run)
+    is_of_model = alternatives.is_of_model(args)
+    settings = alternatives.settings_of(args, _kind(args)) if is_of_model else _run_file(args.run)
     if plan_cluster.is_cluster_requested(settings, args):
         return _run_cluster(settings, args)
-    if args.largest is not None:
-        return _run_largest(settings, args)
-    check_writable(args.out)
-    if args.report is not None:
-        check_form(args.report)
-        check_writable(args.report, "--report")
-    wanted = memory_with(settings, args.run, args)
+    _check_files(args)
+    wanted = memory_with(settings, args.run or args.model, args)
     settings = dataclasses.replace(settings, memory=wanted)  # what is traced follows the budget: the loss in slices
+    if is_of_model or args.largest is not None:
+        return _run_alternatives(settings, args)
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         from lowtide.planner.plan_profile import plan_profile
         from lowtide.planner.presets import plan_settled
         from lowtide.report.budget_sweep import budget_sweep
-        from lowtide.report.compared_curves import memory_curve
+        from lowtide.report.played_step import play
 
         settled = wanted.settled(lambda: _memory(settings, args, profile))
         if args.hardware is not None:
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
             told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
         plan = plan_settled(settled, functools.partial(plan_profile, profile, memory, **shared, **told), lines.append)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
-        curve = memory_curve(plan, profile, memory, **kind) if args.curve or args.json else None
+        curve = play(plan, profile, memory, **kind).curve if args.json else None
         if args.report is not None:
             from lowtide.report.report import report_of_plan
 
@@ -131,41 +131,104 @@ def run(args: argparse.Namespace) -> int:
         more = _more(lines, forecast, freed)
         print(json.dumps(_document(plan, profile, rungs, curve, network) | more))
     else:
-        lines += _lines(plan, profile, rungs=rungs, curve=curve, network=network, forecast=forecast)
+        lines += _lines(plan, profile, rungs=rungs, network=network, forecast=forecast)
         print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link), "", _WORDS], width_of_stdout())))
     return 0
 
 
-def _run_largest(settings: RunConfig, args: argparse.Namespace) -> int:
-    for option in ("profile", "out", "report", "curve"):
-        if getattr(args, option):
-            raise ConfigError(f"--{option}: is about one step, and --largest plans many; leave one of them out")
+def _run_file(path: str) -> RunConfig:
+    """A name that is no file may be meant for `--model`."""
+    if not path.endswith((".yaml", ".yml")) and not os.path.exists(path):  # noqa: PTH110 -- does not raise
+        raise ConfigError(f"{path}: no such file; give a run file, or for a model of that name: --model {path}")
+    return load_run(path)
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    check_writable(args.out)
+    if args.report is not None:
+        check_form(args.report)
+        check_writable(args.report, "--report")
+
+
+def _kind(args: argparse.Namespace) -> OptimizerKind:
+    return "adamw" if args.optimizer in (None, *_PLACES) else args.optimizer
+
+
+def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
+    """Prints what the step needs plain, checkpointed, and under lowtide; then raises `BudgetError` if no plan fits."""
+    for option in ("profile",) if args.largest is None else ("profile", "out", "report"):
+        if getattr(args, option) is not None:
+            raise ConfigError(f"--{option}: is not for this table; leave it out, or plan the step of a run file")
     if settings.is_sharded:
-        raise ConfigError("--largest: a section 'parallel' with shards is not covered; take it out")
-    memory = memory_with(settings, args.run, args)
+        raise ConfigError("--largest: is for a step on one device; leave 'parallel.shard' out")
+    assert settings.memory is not None
+    plan, error = None, None
     with Waiting() as waiting, _stdout_kept_clean():
-        waiting.say("starting")
+        waiting.say("loading torch")
+        hardware = _hardware(settings, args)
+        settled = settings.memory.settled(lambda: _memory_of(settings, args))
+        planner = _PlanMaker(settled, hardware, waiting)
+        if args.largest is not None:
+            step, rows = alternatives.largest(
+                settings, hardware, settled.budget_bytes, args.largest, planner, say=waiting.say
+            )
+        else:
+            step = alternatives.AskedStep.traced(settings, hardware, settled.budget_bytes, waiting.say)
+            rows = alternatives.by_hand(step)
+            try:
+                plan = planner(settings, None)
+                rows.append(step.of_plan(plan))
+            except BudgetError as refused:
+                error = refused
+                rows.append(step.refused(error))
+        weights = _weights(step.run, args, step.plain, waiting)
+        if args.report is not None and plan is not None:
+            planner.draw(plan, args.report)
+    if args.out is not None and plan is not None:
+        write(args.out, plan.to_json())
+    if args.json:
+        print(json.dumps(alternatives.document(step, rows, plan)))
+    else:
+        print("\n".join(alternatives.lines(step, rows, weights, args.largest, width_of_stdout())))
+    if error is not None:
+        raise error
+    return 0
+
+
+class _PlanMaker:
+    """The plan of a run that is traced for it, within the budget, or within another number of bytes."""
+
+    def __init__(self, settled: Settled, hardware: Hardware, waiting: Waiting) -> None:
+        self._settled, self._hardware, self._waiting = settled, hardware, waiting
+        self._traced: tuple[RunConfig, Profile] | None = None
+
+    def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
+        """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
         from lowtide.cli.run_step import trace_run
         from lowtide.planner.plan_profile import plan_profile
         from lowtide.planner.presets import plan_settled
 
-        device, num_micro_batches = _hardware(settings, args), settings.train.grad_accumulation
-        settled = memory.settled(lambda: _memory(settings, args, None))
-        how: Any = {"link": device.link, "has_gradients": num_micro_batches > 1, "num_micro_batches": num_micro_batches}
+        if self._traced is None or self._traced[0] != run:
+            self._traced = run, trace_run(run, self._hardware, say=self._waiting.say)
+        profile = self._traced[1]
+        micro_batches = run.train.grad_accumulation
+        how: Any = {"link": self._hardware.link, "has_gradients": micro_batches > 1, "num_micro_batches": micro_batches}
+        if budget_bytes is not None:
+            return plan_profile(profile, self._settled.config, budget_bytes=budget_bytes, with_suggestions=False, **how)
+        self._waiting.say("planning")
+        how["changes"] = tuple(changes_of(run, self._hardware, profile))
+        return plan_settled(
+            self._settled, functools.partial(plan_profile, profile, self._settled.config, **how), lambda line: None
+        )
 
-        def plan_of(run: RunConfig) -> Plan:
-            size = f"{args.largest} {size_of(run, args.largest):,}"
-            profile = trace_run(run, device, say=lambda text: waiting.say(f"{size}: {text}"))
-            waiting.say(f"{size}: planning")
-            return plan_settled(settled, functools.partial(plan_profile, profile, settled.config, **how), waiting.say)
+    def draw(self, plan: Plan, path: Path) -> None:
+        """The report of the last plan."""
+        from lowtide.report.report import report_of_plan
 
-        run = dataclasses.replace(settings, memory=memory)
-        trials = largest(run, args.largest, settled.budget_bytes, plan_of)
-    if args.json:
-        print(json.dumps({"budget_bytes": settled.budget_bytes, "trials": [trial.document() for trial in trials]}))
-    else:
-        print("\n".join(lines_of(trials, args.largest, settled.budget_bytes, width_of_stdout())))
-    return 0
+        assert self._traced is not None
+        self._waiting.say("drawing")
+        report = report_of_plan(plan, self._traced[1], self._settled.config, link=self._hardware.link)
+        write_report(report, path)
 
 
 def _weights(settings: RunConfig, args: argparse.Namespace, profile: Profile, waiting: Waiting) -> list[Weight]:
@@ -246,8 +309,10 @@ def memory_with(settings: RunConfig, path: str | os.PathLike[str], args: argpars
         for key, text, parse in (("budget", args.budget, parse_budget), ("host_budget", args.host_budget, parse_bytes))
         if text is not None
     }
-    if args.optimizer is not None:
+    if args.optimizer in _PLACES:
         changes["optimizer"] = args.optimizer
+    elif args.optimizer is not None and args.model is None:
+        raise ConfigError(f"--optimizer: {args.optimizer} goes with --model; in a run file write it as train.optimizer")
     if args.budget is not None and memory.preset is not None:
         raise ConfigError(f"{memory.locations.of('preset')}: 'memory.preset' {PRESET_BESIDE_BUDGET} (--budget)")
     if changes.get("budget") == 0:
@@ -330,14 +395,20 @@ def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
     return load_hardware(args.hardware) if args.hardware is not None else hardware_of_run(settings)
 
 
-def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile | None) -> DeviceMemory:
+def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile) -> DeviceMemory:
     """That a share or `auto` is about: of the device that is named, or of this machine's."""
+    from lowtide.timeline.hardware import load_hardware, memory_of_hardware
+
+    if args.hardware is None and args.profile is not None and profile.is_fake:
+        return memory_of_hardware(load_hardware(profile.device))
+    return _memory_of(settings, args)
+
+
+def _memory_of(settings: RunConfig, args: argparse.Namespace) -> DeviceMemory:
     from lowtide.timeline.hardware import load_hardware, memory_of_hardware
 
     if args.hardware is not None:
         return memory_of_hardware(load_hardware(args.hardware))
-    if args.profile is not None and profile is not None and profile.is_fake:
-        return memory_of_hardware(load_hardware(profile.device))
     from lowtide.cli.run_step import device_of_run
     from lowtide.engines.device_memory import device_memory
 
@@ -369,13 +440,10 @@ def _lines(
     profile: Profile,
     *,
     rungs: tuple[SweptBudget, ...],
-    curve: Curve | None,
     network: Network | None,
     forecast: Sequence[OptimizerForecast],
 ) -> list[str]:
-    from lowtide.core.plan_table import plan_table
     from lowtide.report.budget_sweep import sweep_lines
-    from lowtide.report.compared_curves import curve_lines
 
     width = width_of_stdout()
     lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines()]
@@ -389,8 +457,6 @@ def _lines(
         ]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
     lines += ["", "what other budgets would give", *sweep_lines(rungs, width)]
-    if curve is not None:
-        lines += ["", *curve_lines(curve, width)]
     if forecast:
         lines += ["", *forecast_lines(forecast, profile.state, width)]
     return lines

@@ -1,7 +1,7 @@
 """Changes of a run file that `lowtide plan` tries where no plan fits: each is traced and planned as it would run.
 
 What: half the micro-batch, weights in bf16, the loss in slices or with its head in blocks, parameters in shards. Only
-changes that make the largest part of the memory smaller are tried (planner/ways_out.py).
+changes that make the largest part of the memory smaller are tried (planner/advice.py).
 Cost: a trace for each that is tried. Not covered: plans from a saved profile, which has one step and no model.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.config.memory import BlocksOfRows, MemoryConfig
 from lowtide.config.run import RunConfig
-from lowtide.planner.ways_out import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
+from lowtide.planner.advice import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
 
 if TYPE_CHECKING:
     from lowtide.core.profile import Profile
@@ -51,7 +51,7 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
         yield change("train.precision: bf16", state, narrow)
     for ranks in _RANKS:
         yield Change(
-            text=f"parallel: {{data: {ranks}, fully_sharded: true}}, without its network",
+            text=f"parallel: {{shard: fsdp2, data: {ranks}}}, without its network",
             helps=frozenset(state),
             profile=lambda ranks=ranks: _sharded(run, traced, ranks),  # type: ignore[misc]
         )
@@ -65,7 +65,7 @@ def _trace(run: RunConfig, hardware: Hardware) -> Profile:
 
 def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
     from lowtide.cli.run_step import layer_bytes
-    from lowtide.pipeline.fully_sharded import Sharding, sharded_profile
+    from lowtide.cluster.sharded import Sharding, sharded_profile
 
     width = 2 if run.model.dtype == "bfloat16" else 4
     sharding = Sharding(ranks=ranks, stored_width=width, gathered_width=width, reduced_width=width)

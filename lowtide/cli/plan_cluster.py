@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
-from lowtide.config.parallel import ParallelConfig
-from lowtide.config.run import RunConfig
+from lowtide.config.run import ParallelConfig, RunConfig
 from lowtide.core.budget import parse_budget, settle
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from lowtide.timeline.cluster import Cluster
     from lowtide.timeline.hardware import Hardware
 
-_ONE_DEVICE_ONLY = ("largest", "profile", "curve", "out", "host_budget", "optimizer")
+_ONE_DEVICE_ONLY = ("profile", "out", "host_budget", "optimizer")
 _EXPORTS = ("mindformers", "megatron")
 NO_BYTES = "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"
 

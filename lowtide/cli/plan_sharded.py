@@ -1,6 +1,6 @@
 """`lowtide plan` of one rank of a fully sharded model: `parallel: {shard: fsdp2, data: 8}` in the run file.
 
-What: the traced step of the whole model becomes that of one rank (pipeline/fully_sharded.py), is planned as a step of
+What: the traced step of the whole model becomes that of one rank (cluster/sharded.py), is planned as a step of
 one device is, and the plan's step is played with its gathers and reductions on a network lane.
 Not covered: profiles of real steps (they have their collectives in them); recipes that would read a parameter while it
 is in shards, which the runtime refuses; and the network while the plan is made. Layers that run again hide more of the
@@ -21,9 +21,9 @@ from lowtide.planner.optimizer_kinds import Weight, shard_of
 from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
+    from lowtide.cluster.sharded import Sharding
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
-    from lowtide.pipeline.fully_sharded import Sharding
     from lowtide.timeline.cluster import Cluster
     from lowtide.timeline.hardware import Hardware
 
@@ -72,7 +72,7 @@ class Rank:
 
     def network(self, plan: Plan) -> Network:
         """The network of the step that the plan makes."""
-        from lowtide.pipeline.fully_sharded import play_network
+        from lowtide.cluster.sharded import play_network
         from lowtide.planner.rerun_layers import run_again
 
         assert plan.predicted is not None
@@ -98,7 +98,7 @@ class Rank:
 def rank_of(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> Rank:
     """One of the ranks that share the model. Raises `ConfigError` for what cannot be planned so."""
     from lowtide.cli.run_step import layer_bytes
-    from lowtide.pipeline.fully_sharded import Sharding, sharded_profile
+    from lowtide.cluster.sharded import Sharding, sharded_profile
     from lowtide.timeline.cluster import load_cluster
     from lowtide.timeline.hardware import load_hardware
 

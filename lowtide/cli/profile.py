@@ -82,7 +82,7 @@ def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
 
 
 def _layer_cells(profile: Profile) -> list[tuple[str, ...]]:
-    from lowtide.core.plan_table import layers_label, runs
+    from lowtide.core.text_table import layers_label, runs
 
     num_ops, seconds = _by_layer(profile)
     cells: list[tuple[str, ...]] = [("", "operators", "forward", "backward", "saved", "with a recipe")]

@@ -23,18 +23,26 @@ from typing import Any, NoReturn, get_args
 
 from lowtide.config.loader import Locations, load_tree
 from lowtide.config.memory import PRESET_OF_STAGES, MemoryConfig
-from lowtide.config.parallel import ParallelConfig
-from lowtide.config.run import DataConfig, DType, ModelConfig, PipelineConfig, Precision, RunConfig, TrainConfig
-from lowtide.config.source import Node, read_yaml, shown
+from lowtide.config.run import (
+    DataConfig,
+    DType,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    Precision,
+    RunConfig,
+    TrainConfig,
+)
+from lowtide.config.schedules import SCHEDULES
+from lowtide.config.source import RawValue, read_yaml, shown
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import has_sections, read_sections
 from lowtide.mindformers.schema.file import SECTIONS
-from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.generators import GENERATORS, make_schedule
 
 _OURS = ("model", "data", "train", "memory", "pipeline", "parallel")
 _UPSTREAMS = ("trainer", "run_mode", "modelarts")
 """Keys of MindSpore Transformers that look like a misspelt one of ours."""
-_HAVE_PAIRS = ("dualpipev", "interleaved_overlap", "one_stage_overlap")
 _MOST_TOKENS = 2**27
 """Of a micro-batch of one rank: 1 GiB of token numbers."""
 _MOST_REPEATS = 4096
@@ -94,7 +102,7 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     )
 
 
-def _check_names(root: Node) -> None:
+def _check_names(root: RawValue) -> None:
     """A section that nobody reads is a mistake, most often in its name."""
     for entry in root.entries:
         if entry.key not in _OURS:
@@ -102,7 +110,7 @@ def _check_names(root: Node) -> None:
             raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
 
 
-def _without_sections(root: Node) -> Node:
+def _without_sections(root: RawValue) -> RawValue:
     """The file without the two sections and without what only upstream reads; a misspelt key of ours stays in.
     `parallel` is upstream's beside them."""
     parallel = [entry.node for entry in root.entries if entry.key == "parallel"]
@@ -154,11 +162,12 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
         make_schedule(pipeline.schedule, num_ranks=pipeline.stages, num_micro_batches=pipeline.micro_batches)
     except ConfigError as error:
         fail("pipeline", str(error))
-    if pipeline.overlap and pipeline.schedule not in _HAVE_PAIRS:
+    if pipeline.overlap and not SCHEDULES[pipeline.schedule].has_pairs:
+        have = sorted(name for name in GENERATORS if SCHEDULES[name].has_pairs)
         fail(
             "pipeline.overlap",
             f"'pipeline.overlap' is about pairs of a forward and a backward, which '{pipeline.schedule}' does not "
-            f"have; choose {', '.join(_HAVE_PAIRS[:-1])} or {_HAVE_PAIRS[-1]}",
+            f"have; choose {', '.join(have[:-1])} or {have[-1]}",
         )
     if file.train.grad_accumulation != 1:
         fail(
@@ -191,7 +200,7 @@ def _model(
 ) -> ModelConfig:
     """Splits our keys from those of the model's config class, and checks ours."""
     fields = dict(values)
-    ours = {key: fields.pop(key) for key in ("path", "model_type", "dtype", "seed") if key in fields}
+    ours = {key: fields.pop(key) for key in ("path", "model_type", "dtype", "seed", "lora") if key in fields}
 
     def fail(key: str, message: str) -> NoReturn:
         raise ConfigError(f"{places.of(f'model.{key}' if key else 'model')}: {message}")
@@ -199,6 +208,8 @@ def _model(
     for key, wanted, description in (("path", str, "a path"), ("model_type", str, "text"), ("seed", int, "an integer")):
         if key in ours and (not isinstance(ours[key], wanted) or isinstance(ours[key], bool)):
             fail(key, f"expected {description} for 'model.{key}', not {shown(ours[key])}")
+    if "lora" in ours and (type(ours["lora"]) is not int or ours["lora"] < 1):
+        fail("lora", f"expected the rank of LoRA for 'model.lora', a number from 1, not {shown(ours['lora'])}")
     if "dtype" in ours and ours["dtype"] not in get_args(DType):
         hint = did_you_mean(str(ours["dtype"]), get_args(DType))
         fail("dtype", f"expected float32 or bfloat16 for 'model.dtype', not {shown(ours['dtype'])}{hint}")
@@ -211,7 +222,10 @@ def _model(
         fail("", "'model' needs either 'path' or 'model_type'; write e.g. model_type: llama")
     if "path" in ours and fields:
         key = next(iter(fields))
-        hint = did_you_mean(key, ("path", "dtype", "seed")) or "; a model from a folder takes only path, dtype and seed"
+        hint = (
+            did_you_mean(key, ("path", "dtype", "seed", "lora"))
+            or "; a model from a folder takes only path, dtype, seed and lora"
+        )
         raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
     for key, value in fields.items():
         if _REPEATS.fullmatch(key) and isinstance(value, int) and not 0 <= value <= _MOST_REPEATS:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def build_model(run: RunConfig) -> torch.nn.Module:
         _check_weights_fit(run, config, dtype)
     torch.manual_seed(run.model.seed)
     if run.model.path is not None:
-        return _from_folder(run, run.model.path, config, dtype).train()
+        return _with_lora(run, _from_folder(run, run.model.path, config, dtype)).train()
     return fresh_model(run, config, dtype).train()
 
 
@@ -101,9 +102,22 @@ def model_config(run: RunConfig) -> PretrainedConfig:
 def fresh_model(run: RunConfig, config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """A model with fresh weights. Under `FakeTensorMode` its weights have no bytes."""
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # the library checks its own fields, with whatever exception its authors chose
         raise _refused(run, type(config), error) from None
+    return _with_lora(run, model)
+
+
+def _with_lora(run: RunConfig, model: Any) -> Any:
+    """The model with adapters, and all else frozen, if the run says so."""
+    if run.model.lora is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=run.model.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a name of transformers that will go
+        return get_peft_model(model, adapters)
 
 
 def _check_weights_fit(run: RunConfig, config: PretrainedConfig, dtype: torch.dtype) -> None:
@@ -138,6 +152,12 @@ def _config_from_folder(run: RunConfig, path: Path) -> PretrainedConfig:
 
 
 def _not_loaded(run: RunConfig, path: Path, error: Exception) -> ConfigError:
+    if not path.exists():
+        return run.mistake(
+            "model.path",
+            f"{path} is no file and no folder, and not in the cache of Hugging Face on this machine (nothing is "
+            "downloaded); give the path of its config.json",
+        )
     return run.mistake("model.path", f"'model.path': no model can be loaded from {path}: {_first_line(error)}")
 
 

@@ -9,6 +9,7 @@ Not covered: several ranks; every rank's step is the same but for what gradients
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -60,17 +61,23 @@ def device_of_run(run: RunConfig) -> torch.device:
         run.fail("train.device", f"'train.device': {error}")
 
 
-def make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices, not norms and biases. A group has shards over the same ranks: one call steps all."""
+def make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
+    """It decays matrices, not norms and biases. A group has shards over the same ranks: one call steps all."""
     groups: dict[Any, dict[str, Any]] = {}
     for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.ndim < 2):
         weight_decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
         key = (parameter.ndim >= 2, getattr(parameter, "device_mesh", None))
         groups.setdefault(key, {"params": [], "weight_decay": weight_decay})["params"].append(parameter)
+    parameters: list[dict[str, Any]] = [*groups.values()]
+    if settings.optimizer == "adafactor":
+        return torch.optim.Adafactor(parameters, lr=settings.learning_rate)
+    make: Any = torch.optim.AdamW
+    if settings.optimizer == "sgd":
+        make = functools.partial(torch.optim.SGD, momentum=0.9)
     try:
-        return torch.optim.AdamW([*groups.values()], lr=settings.learning_rate, fused=True)
+        return make(parameters, lr=settings.learning_rate, fused=True)
     except RuntimeError:  # this device has no fused kernel
-        return torch.optim.AdamW([*groups.values()], lr=settings.learning_rate)
+        return make(parameters, lr=settings.learning_rate)
 
 
 def hardware_of_run(run: RunConfig) -> Hardware:
@@ -109,7 +116,7 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     with torch.device("meta"):
         model = fresh_model(run, config, getattr(torch, run.model.dtype)).train()
     optimizer = make_optimizer(model, run.train)
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if "fused" in optimizer.defaults else ():
         group["fused"] = True  # as on a device that has it; the meta device does not, and would count temporaries
     tokens = torch.empty(run.train.batch_size, run.data.sequence_length, dtype=torch.int64, device="meta")
     say("tracing one step")

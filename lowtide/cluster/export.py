@@ -6,17 +6,23 @@ layers where something is, because there a number means that. For Megatron-LM it
 Both start with what they cannot say. MindSpore Transformers has no name for the input of a layer and for dispatched
 tokens; Megatron-LM's flags hold for all ranks and layers alike, so they do as much as the fullest rank needs.
 
+`decisions` rounds the solver's shares, which treat each chunk in flight by itself, to whole layers of a stage: the
+first ones make an activation again, the next ones swap it, as many as cover the shares. No fewer bytes leave the device
+than the solver wanted; the price is up to one layer of each activation.
+
 Not covered: anything else that a run needs, such as its data and its model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lowtide.cluster.decisions import Decisions, decisions
-from lowtide.cluster.layout import Layout
+from lowtide.cluster.layout import Layout, schedules_of
+from lowtide.cluster.rank import Share
 from lowtide.cluster.search import ClusterPlan, LayoutPlan, Question
+from lowtide.config.schedules import SCHEDULES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes
@@ -95,12 +101,12 @@ def patterns_of(question: Question, name: str) -> tuple[str, ...]:
 def mindformers_lines(question: Question, plan: LayoutPlan) -> Iterator[str]:
     """The file."""
     layout = plan.layout
-    schedulers = {"zb_v": "zero_bubble_v", "dualpipev": "zero_bubble_v", "1f1b": "1f1b", "interleaved": "1f1b"}
-    if layout.schedule not in schedulers:
+    scheduler = SCHEDULES[layout.schedule].upstream
+    if scheduler is None:
         hint = "; 'dualpipev' on half of the ranks is the same" if layout.schedule == "dualpipe" else ""
         raise ConfigError(f"--export: MindSpore Transformers has no schedule '{layout.schedule}'{hint}")
     by_layer = decisions(plan)
-    is_v = schedulers[layout.schedule] == "zero_bubble_v"
+    is_v = scheduler == "zero_bubble_v"
     offset = _cells([count - question.shape.num_layers // layout.num_stages for count in plan.num_layers], layout, is_v)
     yield f"# {layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
     yield "# What this file cannot say:"
@@ -117,7 +123,7 @@ def mindformers_lines(question: Question, plan: LayoutPlan) -> Iterator[str]:
     yield f"  enable_parallel_optimizer: {_word(layout.optimizer_shards > 1)}"
     yield "  pipeline_config:"
     yield f"    pipeline_interleave: {_word(layout.interleave > 1)}"
-    yield f'    pipeline_scheduler: "{schedulers[layout.schedule]}"'
+    yield f'    pipeline_scheduler: "{scheduler}"'
     yield "model:"
     yield "  model_config:"
     yield f"    num_layers: {question.shape.num_layers}"
@@ -263,3 +269,36 @@ def _stages_text(plan: LayoutPlan) -> str:
     stages[0] = "E" + stages[0]
     stages[-1] += "L"
     return "|".join(stages)
+
+
+# -- layer by layer ----------------------------------------------------------------------------------------------------
+
+
+Decisions = Mapping[str, Fate]
+"""Saved activation -> its fate, for those that are not kept."""
+
+
+def decisions(plan: LayoutPlan) -> tuple[Decisions, ...]:
+    """Of each layer of the model, in order."""
+    schedule = schedules_of(plan.layout, plan.num_micro_batches).schedule
+    found: list[Decisions] = []
+    for stage, rank in enumerate(schedule.rank_of_stage):
+        place = schedule.stages_of(rank).index(stage)
+        own = plan.ranks[rank]
+        found += _of_stage(own.task.stages[place].kinds, own.shares[place])
+    return tuple(found)
+
+
+def _of_stage(kinds: Sequence[str], shares: Mapping[str, Share]) -> list[dict[str, Fate]]:
+    layers: list[dict[str, Fate]] = [{} for _ in kinds]
+    for name in dict.fromkeys(name for of_kind in shares.values() for name in of_kind):
+        having = [
+            (layer, shares[kind][name]) for layer, kind in zip(layers, kinds, strict=True) if name in shares[kind]
+        ]
+        swapped, recomputed = (sum(share[which] for _, share in having) for which in (0, 1))
+        num_recomputed, num_swapped = (math.ceil(number - 1e-9) for number in (recomputed, swapped))
+        for layer, _ in having[:num_recomputed]:
+            layer[name] = Fate.RECOMPUTE
+        for layer, _ in having[num_recomputed : num_recomputed + num_swapped]:
+            layer[name] = Fate.SWAP
+    return layers

@@ -23,7 +23,7 @@ from functools import cached_property
 
 from lowtide.cluster.layout import Batch, Layout
 from lowtide.cluster.shape import DENSE, ModelShape
-from lowtide.config.parallel import ParallelConfig
+from lowtide.config.run import ParallelConfig
 from lowtide.timeline.cluster import Cluster, all_to_all_seconds, ring_seconds
 from lowtide.timeline.hardware import Hardware
 

@@ -8,6 +8,9 @@ from tensor x context x data.
 Free sizes are looked for among: tensor, the powers of 2 within a node; context, those that leave 2,048 tokens of a
 sequence to a rank; pipeline and data, divisors of the devices; expert, divisors of the number of experts; 2, 3 or 4
 stages a rank where schedules leave it open; optimizer shards, all that there are.
+`split_layers` says how many layers each stage has: as wanted, equally many, or so that the slowest stage is as fast as
+can be, embedding and output layer counted; the two ends may then be without a layer. Of equally good splits it is the
+one with the earliest stages emptiest, for those hold the most micro-batches.
 Not covered: tensor ranks inside an expert, uneven groups.
 """
 
@@ -17,20 +20,21 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from lowtide.cluster.shape import ModelShape
-from lowtide.config.parallel import AXES, ParallelConfig
+from lowtide.config.run import AXES, ParallelConfig
+from lowtide.config.schedules import SCHEDULES
 from lowtide.errors import ConfigError
 from lowtide.pipeline.generators import MOST_FORWARDS, make_schedule
-from lowtide.pipeline.schedule import Kind, Schedule, layers_of_stages
+from lowtide.pipeline.live_chunks import live_mixes
+from lowtide.pipeline.schedule import Schedule, layers_of_stages
 
 _LEAST_TOKENS = 2048
 _INTERLEAVES = (2, 3, 4)
 _MOST_ROUNDS = 4
-_STAGES_PER_RANK = {"1f1b": 1, "one_stage_overlap": 1, "zb_v": 2, "dualpipev": 2, "dualpipe": 2}
-_PAIRED = ("interleaved_overlap", "dualpipev", "dualpipe", "one_stage_overlap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class Layout:
     @property
     def copies(self) -> int:
         """Of the model on the ranks of one pipeline. DualPipe feeds a pipeline from both ends, each with a copy."""
-        return 2 if self.schedule == "dualpipe" else 1
+        return 2 if SCHEDULES[self.schedule].played_as else 1
 
     @property
     def schedule_ranks(self) -> int:
@@ -63,7 +67,7 @@ class Layout:
 
     @property
     def played_name(self) -> str:
-        return "dualpipev" if self.schedule == "dualpipe" else self.schedule
+        return SCHEDULES[self.schedule].played_as or self.schedule
 
     @property
     def num_stages(self) -> int:
@@ -81,7 +85,7 @@ class Layout:
 
     @property
     def has_pairs(self) -> bool:
-        return self.schedule in _PAIRED
+        return SCHEDULES[self.schedule].has_pairs
 
     def __str__(self) -> str:
         stages = f" x {self.interleave} stages" if self.interleave > 1 and "interleaved" in self.schedule else ""
@@ -189,7 +193,7 @@ def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
         )
     if batch.sequences is None and batch.accumulation % layout.copies:
         return Fault("schedule", f"'dualpipe' needs an even number of micro-batches, not {batch.accumulation}")
-    per_rank = _STAGES_PER_RANK.get(layout.schedule)
+    per_rank = SCHEDULES[layout.schedule].stages_per_rank
     if per_rank is not None and layout.interleave != per_rank:
         return Fault("interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}")
     if layout.schedule == "interleaved_overlap" and layout.interleave < 2:
@@ -217,7 +221,7 @@ def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
 
 def _has_no_schedule(layout: Layout, num_micro_batches: int) -> bool:
     ranks = layout.schedule_ranks
-    if layout.schedule in ("dualpipev", "dualpipe"):
+    if layout.played_name == "dualpipev":
         return num_micro_batches < 2 * ranks
     return "interleaved" in layout.schedule and num_micro_batches % max(1, num_micro_batches // ranks) != 0
 
@@ -233,7 +237,7 @@ class Schedules:
     @functools.cached_property
     def live(self) -> tuple[np.ndarray, ...]:
         """Of each rank: the mixes of chunks that are live at once. One row a mix, one column a stage of the rank."""
-        return tuple(_mixes(self.schedule, rank) for rank in range(self.schedule.num_ranks))
+        return tuple(np.unique(live_mixes(self.schedule, rank), axis=0) for rank in range(self.schedule.num_ranks))
 
     def fullest(self, weights: Sequence[float]) -> list[tuple[int, ...]]:
         """Of each rank, the mix that weighs most; `weights` are those of a chunk, by stage."""
@@ -244,19 +248,6 @@ class Schedules:
             heaviest = int(np.argmax(mixes @ np.asarray(mine) + 1e-6 * mixes.sum(axis=1)))
             found.append(tuple(int(number) for number in mixes[heaviest]))
         return found
-
-
-def _mixes(schedule: Schedule, rank: int) -> np.ndarray:
-    column = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
-    steps = np.zeros((len(schedule.actions[rank]) + 1, len(column)), dtype=np.int64)
-    ends = np.zeros_like(steps)
-    for number, every in enumerate(schedule.actions[rank]):
-        for action in every.parts:
-            if action.kind is Kind.FORWARD:
-                steps[number, column[action.stage]] += 1
-            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                ends[number + 1, column[action.stage]] += 1
-    return np.unique(np.cumsum(steps - ends, axis=0)[:-1], axis=0)
 
 
 def schedules_of(layout: Layout, num_micro_batches: int) -> Schedules:
@@ -326,7 +317,7 @@ def _candidates(
         for expert, (schedule, interleave) in itertools.product(
             expert_ranks, _schedules(config, pipeline, has_exchange=experts > 1)
         ):
-            if expert == 1 and schedule in _PAIRED and config.schedule == "auto":
+            if expert == 1 and SCHEDULES[schedule].has_pairs and config.schedule == "auto":
                 continue  # there is nothing that pairs could hide
             made = Layout(
                 tensor=tensor,
@@ -348,12 +339,13 @@ def _schedules(config: ParallelConfig, pipeline: int, *, has_exchange: bool) -> 
     if config.schedule != "auto":
         names: tuple[str, ...] = (config.schedule,)
     elif pipeline == 1:
-        names = ("1f1b", "one_stage_overlap") if has_exchange else ("1f1b",)
+        names = ("1f1b", *(name for name, kind in SCHEDULES.items() if kind.is_for_one_rank and has_exchange))
     else:
-        names = ("1f1b", "interleaved", "zb_v", *(("interleaved_overlap", "dualpipev", "dualpipe") * has_exchange))
+        kinds = ((name, kind) for name, kind in SCHEDULES.items() if kind.is_searched and not kind.is_for_one_rank)
+        names = tuple(name for name, kind in kinds if has_exchange or not kind.has_pairs)
     found = []
     for name in names:
-        own = _STAGES_PER_RANK.get(name)
+        own = SCHEDULES[name].stages_per_rank
         if config.interleave is None:
             found += [(name, own)] if own is not None else [(name, each) for each in _INTERLEAVES]
         elif own in (None, config.interleave) or config.schedule != "auto":
@@ -364,3 +356,56 @@ def _schedules(config: ParallelConfig, pipeline: int, *, has_exchange: bool) -> 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+
+
+# -- which layers each stage has ---------------------------------------------------------------------------------------
+
+
+def split_layers(
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+    wanted: Literal["balanced", "even"] | tuple[int, ...] = "balanced",
+) -> tuple[int, ...]:
+    """Layers of each stage. `costs` are those of the layers, `first` and `last` what stands before and after them.
+
+    What is wanted must have been checked; a balanced split needs a layer for each stage but the two at the ends."""
+    if isinstance(wanted, tuple):
+        return wanted
+    if wanted == "even":
+        return (len(costs) // num_stages,) * num_stages
+    if num_stages == 1:
+        return (len(costs),)
+    low = max(*costs, first, last)
+    high = sum(costs) + first + last
+    best = _filled(costs, num_stages, first, last, high)
+    assert best is not None, f"{len(costs)} layers for {num_stages} stages"
+    for _ in range(50):
+        middle = (low + high) / 2
+        found = _filled(costs, num_stages, first, last, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+        if high - low <= 1e-9 * high:
+            break
+    return best
+
+
+def _filled(costs: Sequence[float], num_stages: int, first: float, last: float, most: float) -> tuple[int, ...] | None:
+    """Stages filled from the last one on, none of them beyond `most`; None: the first would be."""
+    counts = [0] * num_stages
+    at = len(costs)
+    for stage in reversed(range(num_stages)):
+        left = last if stage == num_stages - 1 else first if stage == 0 else 0.0
+        # Stages before this one want a layer each, the first excepted.
+        reserved = max(stage - 1, 0)
+        while at > reserved and left + costs[at - 1] <= most * (1 + 1e-12):
+            at -= 1
+            left += costs[at]
+            counts[stage] += 1
+        if counts[stage] == 0 and 0 < stage < num_stages - 1:
+            return None
+    return tuple(counts) if at == 0 else None

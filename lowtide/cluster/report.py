@@ -20,8 +20,7 @@ from lowtide.cluster.search import (
     Question,
 )
 from lowtide.cluster.step import StepParts
-from lowtide.core.plan_table import percent
-from lowtide.core.text_table import align, wrapped
+from lowtide.core.text_table import align, percent, wrapped
 from lowtide.units import GIB, format_bytes, format_seconds
 
 _PARTS = {

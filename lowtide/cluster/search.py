@@ -1,7 +1,7 @@
 """The fastest layout of a model over so many devices, or what a given one is like.
 
 What: `plan_cluster` lists the layouts that the `parallel` section leaves open, bounds each from below in memory and
-time, and plans them from the lowest bound on: which layers each stage has (split.py), what each rank keeps, swaps and
+time, and plans them from the lowest bound on: which layers each stage has (layout.py), what each rank keeps, swaps and
 recomputes of the chunks in flight there (rank.py), and how long the step takes (step.py). It stops where no bound left
 is below the times of the layouts that it will show.
 Bounds: first the pace of the rank that works most, with everything kept; then the larger of the schedule played with
@@ -21,12 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.cluster.layer import Layer, Place, make_layer
-from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of
+from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of, split_layers
 from lowtide.cluster.rank import Memory, RankPlan, RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
 from lowtide.cluster.shape import ModelShape
-from lowtide.cluster.split import split_layers
 from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
-from lowtide.config.parallel import ParallelConfig
+from lowtide.config.run import ParallelConfig
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.timeline.cluster import Cluster, hand_over_seconds, ring_seconds

@@ -31,7 +31,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from lowtide.config.source import MOST_DIGITS, Entry, Node, join_path, read_mapping, read_yaml, shown, too_many_digits
+from lowtide.config.source import (
+    MOST_DIGITS,
+    RawEntry,
+    RawValue,
+    join_path,
+    read_mapping,
+    read_yaml,
+    shown,
+    too_many_digits,
+)
 from lowtide.core.budget import Budget, parse_budget
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.units import parse_bytes
@@ -45,19 +54,10 @@ _INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", re.ASCII)
 
 
-class Bytes:
-    """Marks an `int` field that is written as a size: `budget: Annotated[int, Bytes]`."""
-
-
-ByteSize = Annotated[int, Bytes]
-
-
-class Amount:
-    """Marks a field that is written as a size, as a share of what the device has, or as `auto`."""
-
-
-BudgetSize = Annotated[Budget, Amount]
-_PARSERS: dict[Any, Callable[[int | str], Budget]] = {Bytes: parse_bytes, Amount: parse_budget}
+ByteSize = Annotated[int, parse_bytes]
+"""An `int` field that is written as a size."""
+BudgetSize = Annotated[Budget, parse_budget]
+"""A field that is written as a size, as a share of what the device has, or as `auto`."""
 
 
 class FieldError(ConfigError):
@@ -112,7 +112,7 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
     raise ConfigError(f"{root.place}: missing section '{section}'; write '{section}:' and its keys below it: {keys}")
 
 
-def load_tree(root: Node, cls: type[T]) -> T:
+def load_tree(root: RawValue, cls: type[T]) -> T:
     """Build `cls` from the tree of a YAML file. Raises `ConfigError` for any mistake in a key or value."""
     return typing.cast(T, _SettingsBuilder(in_file=True).build(root, cls, ""))
 
@@ -131,7 +131,7 @@ class _SettingsBuilder:
 
     in_file: bool
 
-    def build(self, node: Node, want: Any, path: str) -> Any:
+    def build(self, node: RawValue, want: Any, path: str) -> Any:
         if want is Any:
             return self._free_form(node, path)
         if (parse := _parser_of(want)) is not None:
@@ -158,7 +158,7 @@ class _SettingsBuilder:
         name = f"{link}'{path}'" if self.in_file and path else ""
         raise ConfigError(f"{place}: {what}{name}{rest}" if place else f"{what}{rest}") from None
 
-    def _wrong(self, node: Node, want: Any, path: str) -> NoReturn:
+    def _wrong(self, node: RawValue, want: Any, path: str) -> NoReturn:
         choices = _choices(want)
         if too_many_digits(node) is not None:
             rest = f", not {node.describe()}; the most is {MOST_DIGITS}"
@@ -169,7 +169,7 @@ class _SettingsBuilder:
 
     # ---- scalars
 
-    def _scalar(self, node: Node, want: Any, path: str) -> Any:
+    def _scalar(self, node: RawValue, want: Any, path: str) -> Any:
         if node.kind != "scalar" or (node.is_null and want is not type(None)):
             self._wrong(node, want, path)
         value = node.value
@@ -201,7 +201,7 @@ class _SettingsBuilder:
         )
         self._wrong(node, want, path)
 
-    def _check_text(self, value: str, node: Node, path: str) -> None:
+    def _check_text(self, value: str, node: RawValue, path: str) -> None:
         """No name, pattern or path has a line break or a NUL byte in it, or is as long as a page."""
         if len(value) > MOST_CHARACTERS:
             self._fail(
@@ -210,7 +210,7 @@ class _SettingsBuilder:
         if not value.isprintable():
             self._fail(node.place, path, "expected text without control characters", " for ", f", not {shown(value)}")
 
-    def _amount(self, node: Node, want: Any, path: str, parse: Callable[[int | str], Budget]) -> Budget:
+    def _amount(self, node: RawValue, want: Any, path: str, parse: Callable[[int | str], Budget]) -> Budget:
         value = node.value
         if node.kind != "scalar" or node.is_null or not isinstance(value, int | str) or too_many_digits(node):
             self._wrong(node, want, path)
@@ -220,7 +220,7 @@ class _SettingsBuilder:
             prefix = f"'{path}': " if self.in_file else ""
             raise ConfigError(f"{node.place}: {prefix}{error}") from None
 
-    def _literal(self, node: Node, want: Any, path: str) -> Any:
+    def _literal(self, node: RawValue, want: Any, path: str) -> Any:
         for choice in get_args(want):
             if node.kind != "scalar":
                 break
@@ -230,7 +230,7 @@ class _SettingsBuilder:
                 return choice
         self._wrong(node, want, path)
 
-    def _free_form(self, node: Node, path: str) -> Any:
+    def _free_form(self, node: RawValue, path: str) -> Any:
         """`Any`: YAML 1.2 core rules for plain text; Python values as they are."""
         if node.kind == "list":
             return [self._free_form(item, join_path(path, index)) for index, item in enumerate(node.items)]
@@ -252,7 +252,7 @@ class _SettingsBuilder:
 
     # ---- collections
 
-    def _union(self, node: Node, want: Any, path: str) -> Any:
+    def _union(self, node: RawValue, want: Any, path: str) -> Any:
         members = get_args(want)
         if node.is_null and type(None) in members:
             return None
@@ -271,7 +271,7 @@ class _SettingsBuilder:
                 continue
         self._wrong(node, want, path)
 
-    def _tuple(self, node: Node, want: Any, path: str) -> tuple[Any, ...]:
+    def _tuple(self, node: RawValue, want: Any, path: str) -> tuple[Any, ...]:
         if node.kind != "list":
             self._wrong(node, want, path)
         members = get_args(want)
@@ -284,16 +284,18 @@ class _SettingsBuilder:
             for index, (item, member) in enumerate(zip(node.items, members, strict=True))
         )
 
-    def _dict(self, node: Node, want: Any, path: str) -> dict[str, Any]:
+    def _dict(self, node: RawValue, want: Any, path: str) -> dict[str, Any]:
         if node.kind != "mapping":
             self._wrong(node, want, path)
         value_type = get_args(want)[1]
         return {entry.key: self.build(entry.node, value_type, join_path(path, entry.key)) for entry in node.entries}
 
-    def _dataclass(self, node: Node, cls: Any, path: str) -> Any:
+    def _dataclass(self, node: RawValue, cls: Any, path: str) -> Any:
         shorthand = getattr(cls, "SHORTHAND", None)
         if node.kind == "scalar" and not node.is_null and shorthand:
-            node = Node(kind="mapping", place=node.place, entries=(Entry(key=shorthand, place=node.place, node=node),))
+            node = RawValue(
+                kind="mapping", place=node.place, entries=(RawEntry(key=shorthand, place=node.place, node=node),)
+            )
         if node.kind != "mapping":
             self._wrong(node, cls, path)
         types_by_name, keys = _field_types(cls), _keys(cls)
@@ -318,7 +320,7 @@ class _SettingsBuilder:
                 f"{place}: '{below}' {error.message}" if self.in_file else f"{below}: {error.message}"
             ) from None
 
-    def _check_required(self, node: Node, cls: Any, values: Mapping[str, Any], path: str) -> None:
+    def _check_required(self, node: RawValue, cls: Any, values: Mapping[str, Any], path: str) -> None:
         types_by_name = _field_types(cls)
         for item in dataclasses.fields(cls):
             has_default = item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
@@ -332,8 +334,7 @@ class _SettingsBuilder:
 
 def _parser_of(want: Any) -> Callable[[int | str], Budget] | None:
     """The parser of a type that is written as an amount of bytes; None for any other type."""
-    marks = getattr(want, "__metadata__", ())
-    return next((parse for mark, parse in _PARSERS.items() if mark in marks), None)
+    return next((mark for mark in getattr(want, "__metadata__", ()) if mark in (parse_bytes, parse_budget)), None)
 
 
 @functools.cache
@@ -347,7 +348,7 @@ def _keys(cls: Any) -> list[str]:
     return [name for name, want in _field_types(cls).items() if want is not Locations]
 
 
-def _fix(node: Node, want: Any) -> str:
+def _fix(node: RawValue, want: Any) -> str:
     """What to write where a mapping or a list is expected, as the end of a message; empty where the message says it."""
     members = get_args(want) if get_origin(want) in (Union, types.UnionType) else (want,)
     for member in members:
@@ -361,11 +362,11 @@ def _fix(node: Node, want: Any) -> str:
     return f"; write [{node.value if is_plain else shown(node.value)}]"
 
 
-def _places(node: Node) -> dict[str, str]:
+def _places(node: RawValue) -> dict[str, str]:
     """Relative dotted path -> place, for a mapping node and everything below it."""
     places = {"": node.place}
 
-    def visit(inner: Node, path: str) -> None:
+    def visit(inner: RawValue, path: str) -> None:
         for entry in inner.entries:
             places[join_path(path, entry.key)] = entry.node.place
             visit(entry.node, join_path(path, entry.key))
@@ -377,7 +378,7 @@ def _places(node: Node) -> dict[str, str]:
     return places
 
 
-def _is_int(node: Node) -> bool:
+def _is_int(node: RawValue) -> bool:
     if too_many_digits(node) is not None:
         return False
     if node.is_text:
@@ -385,7 +386,7 @@ def _is_int(node: Node) -> bool:
     return isinstance(node.value, int) and not isinstance(node.value, bool)
 
 
-def _is_float(node: Node) -> bool:
+def _is_float(node: RawValue) -> bool:
     if too_many_digits(node) is not None:
         return False
     if node.is_text:

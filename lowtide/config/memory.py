@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lowtide.config.loader import BudgetSize, ByteSize, FieldError, Locations, load_mapping, load_yaml
-from lowtide.config.source import Node, read_yaml
+from lowtide.config.source import RawValue, read_yaml
 from lowtide.core.budget import Budget, DeviceMemory, Preset, settle
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
@@ -237,7 +237,7 @@ def load_memory(source: MemoryConfig | Mapping[str, Any] | str | os.PathLike[str
     return config
 
 
-def _section_of(root: Node) -> str | None:
+def _section_of(root: RawValue) -> str | None:
     """None: the file is the section itself. A run file, or one whose section is misspelt, must have it."""
     keys = [entry.key for entry in root.entries]
     fields = [field.name for field in dataclasses.fields(MemoryConfig)]
@@ -259,10 +259,5 @@ def plan_from_rules(config: MemoryConfig, layers: Sequence[str]) -> Plan:
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),
         check=config.check,
-        optimizer=_placement_of(config),
+        optimizer=_ELSEWHERE if config.optimizer == "swap" else None,
     )
-
-
-def _placement_of(config: MemoryConfig) -> OptimizerPlacement | None:
-    """What rules alone say of the optimizer's state."""
-    return _ELSEWHERE if config.optimizer == "swap" else None

@@ -1,13 +1,18 @@
-"""The sections `model`, `data`, `train` and `pipeline` of a run file, and a whole one, as frozen dataclasses.
+"""The sections of a run file but `memory`, and a whole one, as frozen dataclasses.
 
 What: `lowtide plan`, `lowtide profile` and the trainer in examples/train read the same file; cli/run_file.py reads it.
 Each section checks its own numbers. `places` keeps where keys were written, so that mistakes that are seen late (fields
 of the model's config class, the text) name their line too.
+`parallel` says over how many devices a model is spread, and how. Every key of it may be left out; `lowtide plan` then
+looks for the best value. A value that is written is never changed. Sizes count ranks: `tensor` x `pipeline` x `context`
+x `data` is the number of devices, and `expert` ranks are taken from `tensor` x `context` x `data`. `lowtide plan` reads
+this section; the trainer does where it has `shard`.
 Cost: none. Not covered: what keys of several sections mean together (cli/run_file.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +20,19 @@ from typing import Any, Literal, NoReturn
 
 from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
-from lowtide.config.parallel import ParallelConfig
+from lowtide.config.schedules import SCHEDULES, ClusterSchedule, RunSchedule
 from lowtide.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["float32", "bf16_autocast", "bf16"]
+OptimizerKind = Literal["adamw", "sgd", "adafactor"]
 NUM_BYTE_TOKENS = 256
 """The vocabulary, unless the file says otherwise: tokens are bytes."""
 
+AXES = ("tensor", "pipeline", "interleave", "expert", "context", "data", "optimizer_shards")
+"""The keys that are sizes of a layout, in the order in which they are printed."""
+_BESIDE_SHARD = ("shard", "replicas", "tensor", "data", "cluster", "places")
+_MOST_RANKS = 2**24
 _MOST = {
     "steps": 10**15,
     "batch_size": 2**20,
@@ -53,6 +63,8 @@ class ModelConfig:
     """Of the weights. Left out, it follows `train.precision`."""
     seed: int = 0
     """Of fresh weights; the same on every rank."""
+    lora: int | None = None
+    """Rank of LoRA on all linear layers; all other weights are frozen. None: all weights are trained."""
     key_places: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where each key of the section stands, for mistakes that are seen when the model is built."""
 
@@ -80,6 +92,8 @@ class TrainConfig:
     grad_accumulation: int = 1
     expert_parallel: int = 1
     """Ranks that share the experts of an MoE model; 1: each has all of them."""
+    optimizer: OptimizerKind = "adamw"
+    """`sgd` with momentum 0.9."""
     learning_rate: float = 1e-3
     schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up. `cosine` falls to zero at `steps`."""
@@ -132,12 +146,84 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """The section as written; None is free."""
+
+    tensor: int | None = None
+    """Ranks that share each product of a layer."""
+    pipeline: int | None = None
+    """Ranks that layers are dealt to."""
+    interleave: int | None = None
+    """Stages on each pipeline rank."""
+    expert: int | None = None
+    """Ranks that share the experts."""
+    context: int | None = None
+    """Ranks that share each sequence."""
+    data: int | None = None
+    """Ranks that have the same layers and other sequences."""
+    optimizer_shards: int | None = None
+    """Ranks that the optimizer's state is dealt to; 1: each rank has all of that of its parameters."""
+    shard: Literal["fsdp2", "hsdp"] | None = None
+    """Parameters and gradients are dealt to the data ranks as well, as by `fully_shard`. `fsdp2`: to all of them;
+    `hsdp`: to those of one replica. `lowtide train` trains so, and `lowtide plan` plans one rank."""
+    replicas: int | None = None
+    """With `hsdp`: the number of groups of data ranks that hold all parameters together."""
+    schedule: ClusterSchedule = "auto"
+    devices: int | None = None
+    """Number of devices of the whole cluster; `--devices` overrides it."""
+    global_batch: int | None = None
+    """Sequences of one optimizer step, over all devices. Left out: `train.batch_size` x `train.grad_accumulation` for
+    each of the data ranks."""
+    layers: Literal["balanced", "even"] | tuple[int, ...] = "balanced"
+    """How layers are dealt to stages: balanced by their time, equally many, or so many to each stage."""
+    sequence_parallel: bool = True
+    """Whether norms and the residual stream are split over the tensor ranks too, along the sequence."""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """Number format of the linear layers' products. `fp8`: their saved inputs have one byte an element as well."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the optimizer's moments. Master weights and gradients are float32."""
+    cluster: str | None = None
+    """What connects the devices: `h800`, `ideal` (communication is left out), or the path of a TOML file. Left out:
+    that of the device's own name."""
+    places: Locations = field(default_factory=lambda: Locations(prefix="parallel"), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for key in (*AXES, "replicas", "devices", "global_batch"):
+            value = getattr(self, key)
+            if value is not None and not 1 <= value <= _MOST_RANKS:
+                bound = "at least 1" if value < 1 else f"at most {_MOST_RANKS}"
+                raise FieldError(key, f"must be {bound}, not {value}")
+        if self.shard is not None:
+            self._check_beside_shard()
+        if (self.replicas is not None) != (self.shard == "hsdp"):
+            raise FieldError("replicas", "goes with 'shard: hsdp', and that needs it; write e.g. replicas: 2")
+        if self.data is not None and self.data % (self.replicas or 1):
+            raise FieldError("replicas", f"must divide the {self.data} data ranks, and {self.replicas} does not")
+        if isinstance(self.layers, tuple) and (not self.layers or min(self.layers) < 0):
+            raise FieldError("layers", "must be one number of layers for each stage, none of them below 0")
+        kind = SCHEDULES.get(self.schedule)
+        if kind is not None and kind.is_for_one_rank and self.pipeline not in (None, 1):
+            raise FieldError("schedule", f"'{self.schedule}' is for 1 pipeline rank, not {self.pipeline}")
+
+    def place_of(self, key: str) -> str:
+        """Where a key is written, or where it would be."""
+        return self.places.of(key) if key in self.places.places else self.places.of("")
+
+    def pinned(self) -> dict[str, int]:
+        """The sizes that are written."""
+        return {key: value for key in AXES if (value := getattr(self, key)) is not None}
+
+    def _check_beside_shard(self) -> None:
+        for entry in dataclasses.fields(self):
+            if entry.name not in _BESIDE_SHARD and getattr(self, entry.name) != entry.default:
+                raise FieldError(entry.name, "cannot stand beside 'shard', which takes data, replicas and tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     """How the layers are split over ranks, and in which order their micro-batches go through them."""
 
-    schedule: Literal[
-        "gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "one_stage_overlap"
-    ] = "1f1b"
+    schedule: RunSchedule = "1f1b"
     stages: int
     """Ranks in a row. `zb_v`, `dualpipev` and the interleaved schedules put two parts of the model on each."""
     micro_batches: int
@@ -190,25 +276,6 @@ class RunConfig:
     def mistake(self, path: str, message: str) -> ConfigError:
         """The same, to be raised by the caller."""
         return ConfigError(f"{self.places.of(path)}: {message}")
-
-    def settings(self) -> dict[str, object]:
-        """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.
-
-        `memory` is not among them: lowtide does not change a bit.
-        """
-        found: dict[str, object] = {f"model.{key}": value for key, value in self.model.fields.items()}
-        found["model.path"] = str(self.model.path) if self.model.path else None
-        found |= {f"model.{key}": getattr(self.model, key) for key in ("model_type", "dtype", "seed")}
-        found["data.sequence_length"] = self.data.sequence_length
-        keys = ["batch_size", "grad_accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay"]
-        keys += ["clip_grad_norm", "seed", "precision"]
-        if self.train.schedule == "cosine":
-            keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
-        if self.train.expert_parallel > 1:
-            keys.append("expert_parallel")  # checkpoints of versions that did not know it are as those with 1
-        if self.pipeline is not None:  # a rank's checkpoint has the stages of that rank
-            found |= {f"pipeline.{key}": getattr(self.pipeline, key) for key in ("schedule", "stages", "micro_batches")}
-        return found | {f"train.{key}": getattr(self.train, key) for key in keys}
 
 
 def _within(config: Any, name: str, lowest: int) -> None:

@@ -52,17 +52,17 @@ _YAML_FIX = "look for an open quote or bracket and for uneven indentation there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RawEntry:
     """One `key: value` of a mapping, in the order written."""
 
     key: str
     place: str
     """Where the key stands; for a Python mapping the dotted path."""
-    node: Node
+    node: RawValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class RawValue:
     """One value before it has a type."""
 
     kind: Literal["scalar", "list", "mapping"]
@@ -72,8 +72,8 @@ class Node:
     """True for YAML scalars that are plain text: their type is still open."""
     value: object = None
     """Scalars only: the text (YAML) or the Python value."""
-    items: tuple[Node, ...] = ()
-    entries: tuple[Entry, ...] = ()
+    items: tuple[RawValue, ...] = ()
+    entries: tuple[RawEntry, ...] = ()
 
     @property
     def is_null(self) -> bool:
@@ -110,7 +110,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 20]}...{text[-17:]}"
 
 
-def too_many_digits(node: Node) -> int | None:
+def too_many_digits(node: RawValue) -> int | None:
     """How many digits an integer has that is larger than any setting; None for everything else."""
     value = node.value
     if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
@@ -152,7 +152,7 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int, where: str = "")
         raise ConfigError(f"{where}{name}: this is not a text file; save it as UTF-8") from None
 
 
-def read_yaml(path: str | os.PathLike[str]) -> Node:
+def read_yaml(path: str | os.PathLike[str]) -> RawValue:
     """The tree of a file. Raises `ConfigError` when it is missing, unreadable, not YAML, empty or past a limit."""
     name = os.fspath(path)
     text = read_text(path, most_bytes=MOST_YAML_BYTES)
@@ -177,7 +177,7 @@ def _yaml_fix(problem: str) -> str:
     return next((fix for part, fix in _YAML_FIXES if part in problem), _YAML_FIX)
 
 
-def read_mapping(value: object, path: str) -> Node:
+def read_mapping(value: object, path: str) -> RawValue:
     """The tree of Python values (mappings, lists, tuples, scalars); places are dotted paths that start with `path`.
 
     Raises `ConfigError` for keys that are no text and for nesting without end.
@@ -185,7 +185,7 @@ def read_mapping(value: object, path: str) -> Node:
     return _python_node(value, path, 0)
 
 
-def _python_node(value: object, path: str, depth: int) -> Node:
+def _python_node(value: object, path: str, depth: int) -> RawValue:
     if depth > MOST_DEPTH:
         raise ConfigError(f"{path}: nested more than {MOST_DEPTH} deep; no setting is")
     if isinstance(value, Mapping):
@@ -194,12 +194,12 @@ def _python_node(value: object, path: str, depth: int) -> Node:
             if not isinstance(key, str):
                 raise ConfigError(f"{path}: expected text keys, not {shown(key)}; write the key in quotes")
             below = join_path(path, key)
-            entries.append(Entry(key=key, place=below, node=_python_node(item, below, depth + 1)))
-        return Node(kind="mapping", place=path, entries=tuple(entries))
+            entries.append(RawEntry(key=key, place=below, node=_python_node(item, below, depth + 1)))
+        return RawValue(kind="mapping", place=path, entries=tuple(entries))
     if isinstance(value, list | tuple):
         items = (_python_node(item, join_path(path, index), depth + 1) for index, item in enumerate(value))
-        return Node(kind="list", place=path, items=tuple(items))
-    return Node(kind="scalar", place=path, value=value)
+        return RawValue(kind="list", place=path, items=tuple(items))
+    return RawValue(kind="scalar", place=path, value=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ class _Anchored:
     """What an alias stands for; without a node while its value is still being read."""
 
     place: str
-    node: Node | None = None
+    node: RawValue | None = None
     num_values: int = 0
     height: int = 0
 
@@ -222,7 +222,7 @@ class _YamlReader:
         self._anchors: dict[str, _Anchored] = {}
         self._num_values = 0
 
-    def document(self) -> Node:
+    def document(self) -> RawValue:
         """The one document of the stream."""
         self._parser.get_event()  # the start of the stream
         if self._parser.check_event(yaml.StreamEndEvent):
@@ -237,7 +237,7 @@ class _YamlReader:
             )
         return root
 
-    def _value(self, path: str, depth: int) -> tuple[Node, int]:
+    def _value(self, path: str, depth: int) -> tuple[RawValue, int]:
         """The next value, and how many levels it has."""
         event = self._parser.get_event()
         place = self._place(event)
@@ -253,25 +253,25 @@ class _YamlReader:
             self._anchors[event.anchor] = _Anchored(place=place)
         height = 1
         if isinstance(event, yaml.ScalarEvent):
-            node = Node(kind="scalar", place=place, value=event.value, is_text=event.style is None)
+            node = RawValue(kind="scalar", place=place, value=event.value, is_text=event.style is None)
         elif isinstance(event, yaml.SequenceStartEvent):
-            items: list[Node] = []
+            items: list[RawValue] = []
             while not self._parser.check_event(yaml.SequenceEndEvent):
                 item, below = self._value(join_path(path, len(items)), depth + 1)
                 items.append(item)
                 height = max(height, below + 1)
             self._parser.get_event()
-            node = Node(kind="list", place=place, items=tuple(items))
+            node = RawValue(kind="list", place=place, items=tuple(items))
         else:
             pairs = list(self._pairs(path, depth))
             height += max((below for _, below in pairs), default=0)
-            node = Node(kind="mapping", place=place, entries=tuple(entry for entry, _ in pairs))
+            node = RawValue(kind="mapping", place=place, entries=tuple(entry for entry, _ in pairs))
         if event.anchor is not None:
             num_values = self._num_values - before + 1
             self._anchors[event.anchor] = _Anchored(place=place, node=node, num_values=num_values, height=height)
         return node, height
 
-    def _pairs(self, path: str, depth: int) -> Iterator[tuple[Entry, int]]:
+    def _pairs(self, path: str, depth: int) -> Iterator[tuple[RawEntry, int]]:
         """The entries of a mapping, with the levels of each."""
         first_place: dict[str, str] = {}
         while not self._parser.check_event(yaml.MappingEndEvent):
@@ -294,10 +294,10 @@ class _YamlReader:
                 )
             first_place[key] = place
             node, height = self._value(below, depth + 1)
-            yield Entry(key=key, place=place, node=node), height
+            yield RawEntry(key=key, place=place, node=node), height
         self._parser.get_event()
 
-    def _alias(self, name: str | None, place: str, depth: int) -> tuple[Node, int]:
+    def _alias(self, name: str | None, place: str, depth: int) -> tuple[RawValue, int]:
         anchored = self._anchors.get(name or "")
         if anchored is None:
             raise ConfigError(

@@ -31,7 +31,7 @@ _MOST_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BudgetShare:
     """`90%` of the memory of a device."""
 
     percent: Fraction
@@ -41,7 +41,7 @@ class Share:
         return f"{float(self.percent):g}%"
 
 
-Budget = int | Share | Literal["auto"]
+Budget = int | BudgetShare | Literal["auto"]
 """Bytes, a share of what the device has, or what it has for this rank."""
 
 
@@ -60,7 +60,7 @@ def parse_budget(value: int | str) -> Budget:
     percent = Fraction(match["number"])
     if not 0 < percent <= 100:
         raise ValueError(f"{text!r} is not a share of a device; write more than 0% and at most 100%, such as 90%")
-    return Share(percent)
+    return BudgetShare(percent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def settle(budget: Budget, memory: DeviceMemory) -> tuple[int, str]:
         return budget, ""
     total, free = memory.total_bytes, min(memory.free_bytes, memory.total_bytes)
     taken = f"; {format_bytes(total - free)} of it is taken by others" if total - free > total // 100 else ""
-    if isinstance(budget, Share):
+    if isinstance(budget, BudgetShare):
         nbytes = int(total * budget.percent / 100)
         if nbytes <= 0:
             raise ConfigError(f"budget {budget}: that is less than a byte {memory.where}; write a size such as 20GiB")

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lowtide.core.codec import Codec
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.json_text import OLD_NAME
-from lowtide.core.recipe import Recipe, RetainedInput
+from lowtide.core.recipe import Codec, Recipe, RetainedInput
+from lowtide.units import format_bytes, format_seconds
 
 Overlap = Literal["step", "backward", "in_backward"]
 """When the state of an optimizer travels. step: while the optimizer steps. backward: as much as memory allows while the
@@ -86,6 +86,32 @@ class OptimizerPlacement:
     def moves(self) -> bool:
         """Whether any of it travels."""
         return self.moved_bytes != 0
+
+    def lines(self) -> list[str]:
+        """Where the optimizer's state is between steps, when it travels, and what that costs."""
+        if not self.moves:
+            return [f"optimizer state: stays on the device, {self.reason}"]
+        if self.moved_bytes is None:
+            return [f"optimizer state: on the {self.tier.value} between steps, {self.reason}"]
+        stays = f", {format_bytes(self.resident_bytes)} stays" if self.resident_bytes else ""
+        lines = [
+            f"optimizer state: {format_bytes(self.moved_bytes)} on the {self.tier.value} between steps{stays}; "
+            f"{self.reason}"
+        ]
+        ways = []
+        if self.beside_bytes:
+            ways.append(f"{format_bytes(self.beside_bytes)} come back while backward runs, leave in the next forward")
+        streamed_bytes = self.moved_bytes - self.beside_bytes
+        if streamed_bytes:
+            ways.append(f"{format_bytes(streamed_bytes)} come and go while the optimizer steps")
+        bucket = "" if self.bucket_bytes is None else f", in buckets of {format_bytes(self.bucket_bytes)}"
+        lines.append(f"  {'; '.join(ways)}{bucket}")
+        free = "" if self.free_from_tokens is None else f"; free from {self.free_from_tokens:,} tokens a step"
+        lines.append(
+            f"  exposed {format_seconds(self.exposed_seconds)} a step, slows compute by "
+            f"{format_seconds(self.slowed_seconds)}{free}"
+        )
+        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,18 +151,18 @@ def _fields(cls: Any) -> _Read:
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
             raise Mistake(f"expected an object, not {_shown(value)}")
-        value = {older.get(name, name): entry for name, entry in value.items()} if older else value
+        written = {older.get(name, name): name for name in value}
         for name in needed:
-            if name not in value:
+            if name not in written:
                 raise Mistake(f"missing key {name!r}")
         made = {}
-        for name, entry in value.items():
-            if name not in readers:
-                raise Mistake(f"unknown key {name!r}")
+        for field, key in written.items():
+            if field not in readers:
+                raise Mistake(f"unknown key {key!r}")
             try:
-                made[name] = readers[name](entry)
+                made[field] = readers[field](value[key])
             except Mistake as mistake:
-                raise Mistake(mistake.text, name, *mistake.path) from None
+                raise Mistake(mistake.text, key, *mistake.path) from None
         return cls(**made)
 
     return read

@@ -23,7 +23,9 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from lowtide.core.json_text import build
 from lowtide.errors import ConfigError
 
 _MOST_CHARACTERS = 1_000
@@ -75,6 +77,11 @@ class Pattern:
                 raise ConfigError(f"{at}pattern '{text}': {error}") from None
         return cls(text=text, segments=tuple(segments))
 
+    @classmethod
+    def from_plain(cls, text: Any) -> Pattern:
+        """A pattern in a JSON document. Raises `Mistake` for what is no text."""
+        return cls.parse(build(str, text))
+
     def matches(self, name: str, *, is_site: bool = True) -> bool:
         """Does the pattern name `name`, or something that `name` is in?
 
@@ -90,6 +97,17 @@ class Pattern:
             ):
                 return True
         return False
+
+    def numbers_at(self, place: int, names: Iterable[str]) -> set[int]:
+        """The numbers that names have where segment `place` of this pattern would stand, if all before it matches."""
+        before, found = self.segments[:place], set()
+        for name in names:
+            parts = name.split(".")
+            for start in range(len(parts) - place):
+                part = parts[start + place]
+                if part.isdecimal() and all(one.matches(other) for one, other in zip(before, parts[start:])):
+                    found.add(int(part))
+        return found
 
     def __str__(self) -> str:
         return self.text

@@ -8,7 +8,7 @@ Nodes are what a plan decides about: *sites* (storages that autograd saves) and 
 outputs that it does not save, but that a recipe may start from). Both have a name, the path of the module that was
 running and the operator that produced the storage (`model.layers.3.mlp.mul`), unique within one forward pass.
 
-Units: bytes, seconds, operator indices. Not covered: how a profile comes about (observe.py, fake.py, recipes.py).
+Units: bytes, seconds, operator indices. Not covered: how a profile comes about (profiling/).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
-from lowtide.core.codec import Codec
 from lowtide.core.json_text import OLD_NAME, Mistake, build, parse_json
-from lowtide.core.recipe import Recipe, RetainedInput
+from lowtide.core.recipe import Codec, Recipe, RetainedInput
 from lowtide.errors import ConfigError
 
 PROFILE_SCHEMA = 5
@@ -217,20 +217,17 @@ class Profile:
 
     def without_recipes(self, names: Collection[str]) -> Profile:
         """The same step, in which these nodes have no recipe."""
-        if not names:
-            return self
-        nodes = (
-            dataclasses.replace(node, recipe=None, why_no_recipe="does not hold in every step")
-            if node.name in names
-            else node
-            for node in self.nodes
-        )
-        return dataclasses.replace(self, nodes=tuple(nodes))
+        return self._with_nodes(names, recipe=None, why_no_recipe="does not hold in every step")
 
     def without_codecs(self, names: Collection[str]) -> Profile:
         """The same step, in which these nodes are stored as they are."""
-        nodes = (dataclasses.replace(node, codec=None) if node.name in names else node for node in self.nodes)
-        return dataclasses.replace(self, nodes=tuple(nodes)) if names else self
+        return self._with_nodes(names, codec=None)
+
+    def _with_nodes(self, names: Collection[str], **fields: Any) -> Profile:
+        if not names:
+            return self
+        nodes = (dataclasses.replace(node, **fields) if node.name in names else node for node in self.nodes)
+        return dataclasses.replace(self, nodes=tuple(nodes))
 
     def without_second_runs(self, layers: Collection[str]) -> Profile:
         """The same step, in which these layers cannot be run again."""
@@ -339,3 +336,30 @@ def _check_amounts(values: Collection[float], *where: str | int) -> None:
     for value in values:
         if not 0 <= value <= _MOST_AMOUNT:
             raise Mistake(f"expected a number from 0 to {_MOST_AMOUNT:.0e}, not {value}", *where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """One layer in a forward and backward pass. Seconds."""
+
+    name: str
+    begins: float
+    """Its forward pass."""
+    ends: float
+    """Its backward pass: what comes before the layer is next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCurve:
+    """Bytes on the device after each operator of one forward and backward pass, as they were counted.
+
+    It stands beside the curve that a plan predicts. `tide.audit()` records it; a report draws it.
+    """
+
+    seconds: tuple[float, ...]
+    """When each operator was over, since the first one was. Counting makes steps longer: compare shares, not times."""
+    nbytes: tuple[int, ...]
+    num_forward: int
+    """Number of samples of the forward pass and the loss; the rest are of the backward pass. Both are at least 1."""
+    layers: tuple[LayerTimes, ...] = ()
+    """Layers that were called once, in order: they say which part of the curve belongs to which layer."""

@@ -1,8 +1,10 @@
-"""A recipe: how one storage is made from others, as data.
+"""How one storage is made from others, or stored smaller to the bit, as data.
 
 What: `Recipe` has inputs and steps, each step one operator with its arguments; `Geometry` is how a tensor lies over its
 storage; `RetainedInput` is where module hooks catch a storage. Made by `recipes/build.py`, followed by
-`recipes/execute.py`.
+`recipes/execute.py`. `Codec` is a smaller form of a kept or swapped storage: a mask in one bit for each element, say.
+Made by profiling/smaller.py, weighed by planner/smaller.py, carried out by tensors/codecs.py and
+runtime/recompute/encoded.py.
 """
 
 from __future__ import annotations
@@ -109,3 +111,17 @@ class RetainedInput:
     """Which leaf of the (args, kwargs), or of the output, as `torch.utils._pytree` flattens them."""
     call: int = 0
     """Which call of that module within one forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """A smaller form of one storage. Decoding it gives every bit of the storage back."""
+
+    kind: str
+    """One of `tensors.codecs.KINDS`."""
+    nbytes: int
+    """Bytes of the smaller form of the whole storage."""
+    work_bytes: int
+    """Most bytes that encoding or decoding needs beside the storage and its smaller form."""
+    seconds: float
+    """Encoding once and decoding once."""

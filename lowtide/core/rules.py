@@ -9,11 +9,11 @@ Not covered: budgets. Rules say what a person wrote; a solver that fills in the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.core.fate import Fate, Tier
-from lowtide.core.json_text import build
+from lowtide.core.json_text import OLD_NAME, build
 from lowtide.core.pattern import Pattern, modules_of, nearest_names
 from lowtide.errors import ConfigError
 
@@ -26,7 +26,7 @@ _PRECEDENCE = (Fate.KEEP, Fate.RECOMPUTE, Fate.SWAP)
 class Rule:
     """One line that the user wrote."""
 
-    pattern: Pattern
+    pattern: Pattern = field(metadata={OLD_NAME: "match"})
     fate: Fate
     prefetch: int | None = None
     """Swap only: start the fetch this many operators of the backward pass before the first reader; None: by bytes."""
@@ -105,30 +105,22 @@ class Rules:
     @classmethod
     def from_plain(cls, document: Any) -> Rules:
         """What `to_plain` wrote. Raises `Mistake` for a value that does not fit, `ConfigError` for a bad pattern."""
-        rows = build(tuple[_WrittenRule, ...], document)
-        return cls(
-            tuple(
-                Rule(
-                    pattern=Pattern.parse(row.match),
-                    fate=row.fate,
-                    prefetch=row.prefetch,
-                    tier=row.tier,
-                    where=row.where,
-                )
-                for row in rows
+        return cls(build(tuple[Rule, ...], document))
+
+
+def past_error(rule: Rule, names: Sequence[str]) -> ConfigError | None:
+    """The error for a range that reaches past the numbers that a model has in that place; None where none does."""
+    at = f"{rule.where}: " if rule.where else ""
+    segments = rule.pattern.segments
+    for place, segment in enumerate(segments):
+        numbers = rule.pattern.numbers_at(place, names) if segment.ranges else set()
+        if numbers and max(end for _, end in segment.ranges) > max(numbers):
+            every = ".".join("*" if each is segment else each.text for each in segments)
+            return ConfigError(
+                f"{at}pattern '{rule.pattern}' reaches past this model, whose numbers there end at {max(numbers)}; "
+                f"write a range that ends there, or '{every}' for all"
             )
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WrittenRule:
-    """A rule as JSON has it."""
-
-    match: str
-    fate: Fate
-    prefetch: int | None
-    tier: Tier | None
-    where: str
+    return None
 
 
 def unmatched_error(rule: Rule, names: Sequence[str]) -> ConfigError:

@@ -1,7 +1,8 @@
-"""Text in columns, and long lines broken between words: what is printed fits the terminal that it is printed to.
+"""Text in columns, long lines broken between words, and the small words of tables.
 
-What: `align` makes lines of a table from its cells; `wrapped` breaks lines of prose. Without a width both leave every
-line as long as it is, so that a pipe or a file has one line for each row.
+What: `align` makes lines of a table from its cells; `wrapped` breaks lines of prose, so that what is printed fits the
+terminal that it is printed to; `runs` and `layers_label` put equal layers into one row. Without a width every line is
+as long as it is, so that a pipe or a file has one line for each row.
 How: a table that is wider than the width first breaks its head and the last column, if that is text. If the last column
 would become narrower than `_LEAST_TEXT`, it goes under its row instead, indented, and other columns of text are broken
 where that is needed, the widest first. Then columns come closer. Numbers are never broken. What does not fit even so
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 Cells = Sequence[tuple[str, ...]]
 
@@ -128,3 +129,47 @@ def _paragraph(head: tuple[str, ...], row: tuple[str, ...]) -> str:
     """`layers 0-3: kept 1.0 GiB, swapped 2.0 GiB`."""
     told = [f"{name} {text}".strip() for name, text in zip(head[1:], row[1:], strict=True) if text]
     return f"{row[0]}: {', '.join(told)}" if row[0] else ", ".join(told)
+
+
+def runs(layers: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Inclusive index ranges of neighbours with equal keys and names that count up: `h.3`, `h.4`."""
+    runs: list[tuple[int, int]] = []
+    for index, key in enumerate(keys):
+        if runs and keys[runs[-1][0]] == key and _follows(layers[index - 1], layers[index]):
+            runs[-1] = (runs[-1][0], index)
+        else:
+            runs.append((index, index))
+    return runs
+
+
+def _follows(before: str, after: str) -> bool:
+    stem, _, number = after.rpartition(".")
+    return number.isdecimal() and before == f"{stem}.{int(number) - 1}"
+
+
+def layers_label(layers: Sequence[str], first: int, last: int) -> str:
+    """`layers 2-5`, or with its stem where there are several kinds."""
+    stem, _, number = layers[first].rpartition(".")
+    if not number.isdecimal():
+        return layers[first]
+    is_only_stem = all(layer.rpartition(".")[0] == stem for layer in layers)
+    numbers = number if first == last else f"{number}-{layers[last].rpartition('.')[2]}"
+    if not is_only_stem:
+        return f"{stem}.{numbers}"
+    return f"layer {numbers}" if first == last else f"layers {numbers}"
+
+
+def plural(word: str, count: int) -> str:
+    """`sites`, unless there is one."""
+    return word if count == 1 else f"{word}s"
+
+
+def first_few(names: Sequence[str], count: int) -> str:
+    """`a, b and 3 more`."""
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")
+
+
+def percent(share: float) -> str:
+    """`4.2 %`."""
+    return f"{round(100 * share, 1) + 0.0:.1f} %"  # + 0.0: no `-0.0 %`

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.base import EngineChoice
@@ -54,7 +55,6 @@ def follow(
     group: Any = None,
     first_layer: int | None = None,
     tp_group: Any = None,
-    say: Callable[[str], None] | None = None,
 ) -> Tides:
     """Carry out the two sections on `model` until `remove()`. Raises `ConfigError` at once where they do not fit it.
 
@@ -88,7 +88,7 @@ def follow(
     def plans(tides: Tides) -> FilePlans:
         return FilePlans(tides, resolution=resolution, layers=layers, memory=memory, slicing=slicing, group=group)
 
-    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group, "say": say}
+    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group}
     tides = Tides(model, optimizer, chosen, plans, call="lowtide.apply", **how)
     try:
         placed.follow(bare)
@@ -102,8 +102,8 @@ def slicing_for(model: nn.Module, sections: Sections, resolution: Resolution, gr
     """The group over which inputs of recomputed layers are sliced (or None), and lines that say so."""
     if not resolution.slices_inputs:
         return None, [] if group is None else [f"no effect: tp_group; no {KEY_SLICES} is in force"]
-    found = group if group is not None else tensor_parallel_group(model)
-    if found is None:
+    sliced_over = group if group is not None else tensor_parallel_group(model)
+    if sliced_over is None:
         issues = Issues(compat=sections.compat, places=sections.places)
         issues.tolerate(
             f"recompute_config.{KEY_SLICES}",
@@ -112,10 +112,12 @@ def slicing_for(model: nn.Module, sections: Sections, resolution: Resolution, gr
             fix="give the group, lowtide.apply(..., tp_group=group), or set it to false",
         )
         return None, issues.warnings
-    num_ranks = torch.distributed.get_world_size(found)
+    num_ranks = torch.distributed.get_world_size(sliced_over)
     if num_ranks == 1:
         return None, [f"no effect: {KEY_SLICES}; the tensor-parallel group has one rank"]
-    return found, [f"{KEY_SLICES}: each of {num_ranks} ranks keeps 1/{num_ranks} of the inputs of recomputed layers"]
+    return sliced_over, [
+        f"{KEY_SLICES}: each of {num_ranks} ranks keeps 1/{num_ranks} of the inputs of recomputed layers"
+    ]
 
 
 def resolve_for(
@@ -155,7 +157,7 @@ def _resolve_stage(sections: Sections, names: list[dict], first_layer: int) -> R
             f"{sections.source}: says {total} layers, 0 to {total - 1}, but this module of {len(names)} would hold "
             f"{layers_text(held)}"
         )
-    # The parts of other stages' layers are not known, and nobody reads them: the first layer's stand in for them.
+    # The parts of other stages' layers are not known, and not read: the first layer's stand in for them.
     everywhere = [names[index - first_layer] if index in held else names[0] for index in range(total)]
     return sections.resolve(names=everywhere, held=held)
 
@@ -303,7 +305,7 @@ class FilePlans:
     def _say_once(self, line: str) -> None:
         if line not in self._told:
             self._told.add(line)
-            self._tides.say(line)
+            LOG.info("%s", line)
 
 
 def sections_in(memory: Any) -> Sections | None:

@@ -118,9 +118,9 @@ class _Planner:
         if part == LAYER:
             return nodes
         start = len(self.names[layer.index]) + 1
-        found = [node for node in nodes if _is_of(node.name[start:], part)]
-        if found or part != _KERNEL:
-            return found
+        produced = [node for node in nodes if _is_of(node.name[start:], part)]
+        if produced or part != _KERNEL:
+            return produced
         # Here attention is several operators, not one kernel; the projection after them reads their output.
         readers = [node.recipe for node in nodes if _is_of(node.name[start:], _AFTER_KERNEL) and node.recipe]
         outputs = {name for recipe in readers for name in recipe.nodes}
@@ -182,13 +182,13 @@ class _Planner:
         nodes = [node for node in self.by_layer[layer.index] if node.retained_input is None]
         start = len(self.names[layer.index]) + 1
         for part in layer.comm_recompute_ops:
-            found = [node for node in nodes if node.collective_recipe and is_at(node, part, start, _is_of)]
-            for node in found:
+            issued_again = [node for node in nodes if node.collective_recipe and is_at(node, part, start, _is_of)]
+            for node in issued_again:
                 why = layer.comm_why[part]
                 self.fates[node.name] = _Fate(Fate.RECOMPUTE, (layer.index, part), why, is_collective=True)
-            if not found:
-                others = {node.why_no_recipe for node in nodes if node.collective_recipe is None}
-                why = "; ".join(sorted(other for other in others if other.startswith("collective")))
+            if not issued_again:
+                reasons = {node.why_no_recipe for node in nodes if node.collective_recipe is None}
+                why = "; ".join(sorted(reason for reason in reasons if reason.startswith("collective")))
                 self.bare.setdefault((part, why), []).append(layer.index)
 
     def _read_outside(self, index: int) -> set[str]:
@@ -292,19 +292,21 @@ class _Planner:
         reasons: dict[tuple[int, str], str] = {}
         issued: dict[tuple[int, str], list[Site]] = {}
         for node in self.profile.sites:
-            found = self.fates.get(node.name)
-            if found is None or found.part is None:
+            fate_of_node = self.fates.get(node.name)
+            if fate_of_node is None or fate_of_node.part is None:
                 continue
-            if found.is_collective:
-                issued.setdefault(found.part, []).append(node)
+            if fate_of_node.is_collective:
+                issued.setdefault(fate_of_node.part, []).append(node)
                 continue
-            sizes[(*found.part, found.fate)] = sizes.get((*found.part, found.fate), 0) + node.nbytes
-            if found.fate is Fate.KEEP:
-                reasons.setdefault(found.part, found.reason)
+            sizes[(*fate_of_node.part, fate_of_node.fate)] = (
+                sizes.get((*fate_of_node.part, fate_of_node.fate), 0) + node.nbytes
+            )
+            if fate_of_node.fate is Fate.KEEP:
+                reasons.setdefault(fate_of_node.part, fate_of_node.reason)
         for layer in self.resolution.layers:
             recomputed = [LAYER] if layer.full_recompute else layer.recompute_ops
-            asked = [(part, Fate.RECOMPUTE) for part in recomputed] + [(part, Fate.SWAP) for part in layer.swap_ops]
-            for part, fate in asked:
+            named = [(part, Fate.RECOMPUTE) for part in recomputed] + [(part, Fate.SWAP) for part in layer.swap_ops]
+            for part, fate in named:
                 nbytes = sizes.get((layer.index, part, fate), 0)
                 row = row_of(layer, part, fate, nbytes, reasons.get((layer.index, part)))
                 rows.append(dataclasses.replace(row, prefetch_unit=self.resolution.prefetch_unit))

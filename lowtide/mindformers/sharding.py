@@ -151,13 +151,13 @@ class Slices:
         mine = torch.tensor([bits.numel(), _checksum(bits)], device=bits.device)
         all_of_them = mine.new_empty(2 * dist.get_world_size(self.group))
         dist.all_gather_into_tensor(all_of_them, mine, group=self.group)
-        found = all_of_them.view(-1, 2).tolist()
-        other = next((rank for rank, entry in enumerate(found) if entry != found[0]), None)
-        if other is None:
+        checksums = all_of_them.view(-1, 2).tolist()
+        differing = next((rank for rank, entry in enumerate(checksums) if entry != checksums[0]), None)
+        if differing is None:
             return
         raise ConfigError(
-            f"{KEY_SLICES}: an input of '{where}' is not the same on ranks 0 and {other} of the tensor-parallel group, "
-            "so a slice of it would give wrong gradients. With sequence parallelism each rank has its own slice "
+            f"{KEY_SLICES}: an input of '{where}' is not the same on ranks 0 and {differing} of the tensor-parallel "
+            "group, so a slice of it would give wrong gradients. With sequence parallelism each rank has its own slice "
             f"already; set {KEY_SLICES} to false"
         )
 
@@ -191,16 +191,16 @@ class Resharding:
             if resolution.gathers_again:
                 self.notes.append(f"no effect: {KEY_GATHERS}; no parameters are sharded by FSDP2 in this model")
             return
-        found = {index: fsdp_modules(model.get_submodule(name)) for index, name in recomputed}
-        for module in (module for modules in found.values() for module in modules):
+        sharded = {index: fsdp_modules(model.get_submodule(name)) for index, name in recomputed}
+        for module in (module for modules in sharded.values() for module in modules):
             self._before += after_forward(module)
             module.set_reshard_after_forward(resolution.gathers_again, recurse=False)
-        untouched = [index for index, modules in found.items() if not modules]
+        untouched = [index for index, modules in sharded.items() if not modules]
         if untouched:
             self.notes.append(
                 f"no effect: {KEY_GATHERS} in {layers_text(untouched)}; no module there is sharded by itself"
             )
-        kept = [index for index, modules in found.items() if modules and not resolution.gathers_again]
+        kept = [index for index, modules in sharded.items() if modules and not resolution.gathers_again]
         if kept:
             self.notes.append(
                 f"{KEY_GATHERS} is false: the gathered parameters of {layers_text(kept)} stay on the device from "

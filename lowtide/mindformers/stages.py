@@ -16,14 +16,14 @@ from lowtide.pipeline.schedule import Schedule, as_v
 
 def layers_by_offset(sections: Sections, schedule: Schedule, num_layers: int) -> list[int]:
     """How many layers each stage has, by the file's `offset`."""
-    found = sections_of_stages(sections, schedule, num_layers)
+    of_stages = sections_of_stages(sections, schedule, num_layers)
     grid = make_grid(
         num_layers,
-        found.pipeline_stage,
-        found.pp_interleave_num,
-        found.offset,
-        Issues(compat=False, places=found.places),
-        zero_bubble_v=found.zero_bubble_v,
+        of_stages.pipeline_stage,
+        of_stages.pp_interleave_num,
+        of_stages.offset,
+        Issues(compat=False, places=of_stages.places),
+        zero_bubble_v=of_stages.zero_bubble_v,
     )
     return [size for row in grid.sizes for size in row]
 

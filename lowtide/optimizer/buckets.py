@@ -1,23 +1,25 @@
-"""Where the state of a bucket is between steps: a slot of a slower tier, and ordinary tensors over its bytes.
+"""Buckets: where optimizer state is between steps, which bytes stand where in one, and what may be cut.
 
-What: `StateBucket` is one bucket. It owns a slot, and for each tensor of state one over the slot's bytes, which stands
-in `optimizer.state` between steps. `StateChunk` is what is copied and stepped at once: all of a bucket, or a stretch of
-the elements of one large parameter, which has a bucket to itself. `movable` says which tensors of state can live so.
+What: a `StateBucket` owns a slot of a slower tier, and for each tensor of state one over the slot's bytes, which stands
+in `optimizer.state` between steps. `movable` says which tensors of state can live so. A `StateChunk` is what is copied
+and stepped at once: all of a bucket, or a stretch of the elements of one large parameter, which has a bucket to itself.
 Why: whoever looks into `optimizer.state` between steps (a checkpoint, a logger, a user) finds a valid tensor with the
-right bytes and of the right shape, only its device is another. Nothing is ever empty or out of date.
-Each tensor has a storage of its own, which is a part of the slot: `torch.save` writes whole storages, and would write
-the bucket for each of its tensors.
-Cost: some microseconds a tensor when a home is made.
+right bytes and of the right shape; only its device is another. Each tensor has a storage of its own, a part of the
+slot: `torch.save` writes whole storages, and would write the bucket for each of its tensors.
+Why buckets: one copy moves a bucket. Per tensor, published systems pay 1.6 % of a step for the same bytes that cost
+them 0.2 % packed. A bucket is also what a step needs on the device at a time, so it is no larger than it must be.
 
+Why stretches: a step has three buckets on the device. Were a bucket never smaller than the state of the largest
+parameter, the embedding of a large vocabulary alone would take gigabytes of each. Elements are taken in order of
+memory, so rows and columns do not matter, and a stretch is a plain one-dimensional view. Stretches are multiples of
+65,536 elements (`CUT_ELEMENTS`), so that torch's kernels find the vectors and chunks that the whole parameter has.
+Stepped whole, in a bucket as large as it must be: parameters of other optimizers than torch's elementwise ones;
+parameters with gaps in memory; gradients or state that lie in memory in another order than the parameter; half
+precision on a CPU with several threads (`is_alike_in_stretches`); distributed tensors where neither `foreach` nor
+`fused` was chosen, since torch chooses by the class of a tensor.
+
+Cost: some microseconds a tensor when a bucket is made, and a large parameter and step.
 Not covered: tensors in nested containers of a state; wrapped tensors other than `DTensor`: both stay on the device.
-
-Which bytes of the state stand where in a bucket: plain arithmetic over sizes.
-
-What: `lay_out` puts tensors one behind the other, `runs` cuts a list of parameters into buckets, `stretch_for` cuts one
-large parameter, `bucket_bytes_for` chooses how large buckets are.
-Why: one copy moves a bucket. Per tensor, published systems pay 1.6 % of a step for the same bytes that cost them 0.2 %
-packed. A bucket is also what a step needs on the device at a time, so it should not be larger than it must.
-Cost: nothing. Not covered: large parameters that must be stepped whole; each is a bucket of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 
 from lowtide.engines.base import Engine, Slot
-from lowtide.tensors.optimizers import CUT_ELEMENTS
+from lowtide.tensors.optimizers import CUT_ELEMENTS, is_alike_in_stretches
 from lowtide.tensors.private import storage_key
 from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import Shell, inside, is_distributed, shell_of
@@ -67,27 +69,17 @@ def runs(sizes: Sequence[int], most_bytes: float) -> list[range]:
     return [*found, range(start, len(sizes))] if sizes else []
 
 
-def stretch_for(num_elements: int, bytes_per_element: float, bucket_bytes: int) -> int | None:
-    """Elements of each stretch of a parameter, all about equal and at most a bucket; None where it fits into one."""
-    unit_bytes = max(CUT_ELEMENTS * bytes_per_element, 1.0)
-    most = max(int(bucket_bytes / unit_bytes), 1) * CUT_ELEMENTS
-    if num_elements <= most:
-        return None
-    count = -(-num_elements // most)
-    return -(-num_elements // (count * CUT_ELEMENTS)) * CUT_ELEMENTS
-
-
 def bucket_bytes_for(state_bytes: int) -> int:
     """At least eight buckets, where they are not tiny then: fewer leave nothing to overlap."""
     return min(USUAL_BYTES, max(-(-state_bytes // 8), MIB))
 
 
-Bucket = tuple[torch.UntypedStorage, ...]
-"""The bytes of a piece on the device: one storage for each of its slots."""
+Buffer = tuple[torch.UntypedStorage, ...]
+"""The bytes of a chunk on the device: one storage for each of its slots."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class StateTensor:
     """One tensor of state: `optimizer.state[parameter][key]`."""
 
     parameter: torch.Tensor
@@ -115,10 +107,10 @@ class StateChunk:
     """What is copied and stepped at once. `slots`: the bucket's own; or of each entry the part with elements
     [start, end), in order of memory."""
 
-    __slots__ = ("end", "home", "slots", "start")
+    __slots__ = ("bucket", "end", "slots", "start")
 
-    def __init__(self, home: StateBucket, slots: list[Slot], start: int = 0, end: int | None = None) -> None:
-        self.home = home
+    def __init__(self, bucket: StateBucket, slots: list[Slot], start: int = 0, end: int | None = None) -> None:
+        self.bucket = bucket
         self.slots = slots
         self.start = start
         self.end = end
@@ -129,17 +121,17 @@ class StateChunk:
         return sum(slot.nbytes for slot in self.slots)
 
     def overlaps(self, other: StateChunk) -> bool:
-        return self is other or (self.home is other.home and None in (self.end, other.end))
+        return self is other or (self.bucket is other.bucket and None in (self.end, other.end))
 
-    def stretches(self, bucket: Bucket | None) -> list[torch.Tensor]:
-        """These elements of each entry, over `bucket`, or (None) over what of the home is on the device."""
+    def stretches(self, buffer: Buffer | None) -> list[torch.Tensor]:
+        """These elements of each entry, over `buffer`, or (None) over what of the bucket is on the device."""
         assert self.end is not None
-        if bucket is None:
-            storage = self.home.on_device()
-            return [entry.stretch(storage, self.start, self.end, is_whole=True) for entry in self.home.entries]
+        if buffer is None:
+            storage = self.bucket.on_device()
+            return [entry.stretch(storage, self.start, self.end, is_whole=True) for entry in self.bucket.entries]
         return [
             entry.stretch(storage, self.start, self.end, is_whole=False)
-            for entry, storage in zip(self.home.entries, bucket, strict=True)
+            for entry, storage in zip(self.bucket.entries, buffer, strict=True)
         ]
 
 
@@ -148,19 +140,19 @@ class StateBucket:
 
     __slots__ = (
         "addresses",
+        "chunks",
         "entries",
         "hosts",
         "memories",
         "nbytes",
         "parameters",
-        "pieces",
         "resident",
         "slot",
         "was_idle",
         "whole",
     )
 
-    def __init__(self, slot: Slot, view: torch.Tensor, entries: list[Entry]) -> None:
+    def __init__(self, slot: Slot, view: torch.Tensor, entries: list[StateTensor]) -> None:
         self.slot = slot
         self.nbytes = slot.nbytes
         self.entries = entries
@@ -175,23 +167,23 @@ class StateBucket:
         self.was_idle = False
         """Whether no parameter of it had a gradient in the last step."""
         self.whole = StateChunk(self, [slot])
-        self.pieces = [self.whole]
+        self.chunks = [self.whole]
 
     @property
     def is_cut(self) -> bool:
-        return self.pieces[0] is not self.whole
+        return self.chunks[0] is not self.whole
 
     def cut(self, ends: Iterable[int], engine: Engine) -> None:
         """Have it moved in stretches of the elements of its only parameter that end here."""
         assert len(self.parameters) == 1
-        self.pieces, start = [], 0
+        self.chunks, start = [], 0
         for end in ends:
             slots = [
                 engine.part_of(self.slot, entry.start_bytes + start * size, (end - start) * size)
                 for entry in self.entries
                 for size in (entry.shape.dtype.itemsize,)
             ]
-            self.pieces.append(StateChunk(self, slots, start, end))
+            self.chunks.append(StateChunk(self, slots, start, end))
             start = end
 
     def bind_host(self, state: Any) -> None:
@@ -199,15 +191,15 @@ class StateBucket:
         for entry, host in zip(self.entries, self.hosts, strict=True):
             state[entry.parameter][entry.key] = host
 
-    def bind_device(self, state: Any, bucket: torch.UntypedStorage) -> list[torch.Tensor]:
-        """Make `optimizer.state` show the bytes in `bucket`. Returns what it shows, in the order of `entries`."""
-        shown = [entry.dressed(entry.over(bucket)) for entry in self.entries]
+    def bind_device(self, state: Any, buffer: torch.UntypedStorage) -> list[torch.Tensor]:
+        """Make `optimizer.state` show the bytes in `buffer`. Returns what it shows, in the order of `entries`."""
+        shown = [entry.dressed(entry.over(buffer)) for entry in self.entries]
         for entry, tensor in zip(self.entries, shown, strict=True):
             state[entry.parameter][entry.key] = tensor
         return shown
 
     def on_device(self) -> torch.UntypedStorage:
-        """The bytes of a home that could not be written to its slot."""
+        """The bytes of a bucket that could not be written to its slot."""
         assert self.resident is not None
         return self.resident
 
@@ -226,7 +218,7 @@ def _address_of(host: torch.Tensor) -> int:
     return inside(host).data_ptr()
 
 
-def _own_part(view: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _own_part(view: torch.Tensor, entry: StateTensor) -> torch.Tensor:
     start = int(view.storage_offset()) + entry.start_bytes
     return entry.shape.over(view.untyped_storage()[start : start + entry.nbytes])
 
@@ -262,12 +254,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def describe(
     values: Iterable[tuple[torch.Tensor, Hashable, torch.Tensor]], align_bytes: int = ALIGN_BYTES
-) -> tuple[list[Entry], int]:
+) -> tuple[list[StateTensor], int]:
     """The entries of a bucket with these tensors (parameter, key, value), and its bytes."""
     values = list(values)
     starts, nbytes = lay_out([inside(value).nbytes for _, _, value in values], align_bytes)
     entries = [
-        Entry(parameter, key, Shape.of(inside(value)).at(0), start, inside(value).nbytes, shell_of(value))
+        StateTensor(parameter, key, Shape.of(inside(value)).at(0), start, inside(value).nbytes, shell_of(value))
         for (parameter, key, value), start in zip(values, starts, strict=True)
     ]
     return entries, nbytes
@@ -281,3 +273,74 @@ def storages_of(values: Iterable[Any]) -> list[int]:
 def _has_storage(value: torch.Tensor) -> bool:
     local = inside(value)
     return type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout == torch.strided
+
+
+# -- stretches of a large parameter -----------------------------------------------------------------------------------
+
+
+def in_order(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Elements [start, end) of a dense tensor, in order of memory: a view."""
+    return tensor.as_strided((end - start,), (1,), int(tensor.storage_offset()) + start)
+
+
+def stretch_for(num_elements: int, bytes_per_element: float, bucket_bytes: int) -> int | None:
+    """Elements of each stretch of a parameter, all about equal and at most a bucket; None where it fits into one."""
+    unit_bytes = max(CUT_ELEMENTS * bytes_per_element, 1.0)
+    most = max(int(bucket_bytes / unit_bytes), 1) * CUT_ELEMENTS
+    if num_elements <= most:
+        return None
+    count = -(-num_elements // most)
+    return -(-num_elements // (count * CUT_ELEMENTS)) * CUT_ELEMENTS
+
+
+def ends_of(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, bytes_per_element: float, bucket_bytes: int
+) -> list[int]:
+    """Where the stretches of a parameter with so much state end; none if it fits into a bucket, or is stepped whole."""
+    local = inside(parameter.detach())
+    length = stretch_for(local.numel(), bytes_per_element, bucket_bytes)
+    if length is None or not _lie_alike(local) or not _may_be_cut(optimizer, parameter):
+        return []
+    return [*range(length, local.numel(), length), local.numel()]
+
+
+def ends_in(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Iterable[torch.Tensor], bucket_bytes: int
+) -> list[int]:
+    """As `ends_of`, for state that is there."""
+    tensors = [inside(tensor) for tensor in state]
+    if not _lie_alike(inside(parameter.detach()), *tensors):
+        return []
+    return ends_of(optimizer, parameter, sum(tensor.element_size() for tensor in tensors), bucket_bytes)
+
+
+def halves(ends: list[int]) -> list[int]:
+    """Where stretches end that are half as long as those that end here, as far as they can be cut."""
+    found = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        middle = start + -(-(end - start) // (2 * CUT_ELEMENTS)) * CUT_ELEMENTS
+        found += [middle, end] if middle < end else [end]
+    return found
+
+
+def is_cut_now(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether this step may be taken in stretches: the gradient lies in memory as the parameter does."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout != torch.strided or is_distributed(gradient) != is_distributed(parameter):
+        return False
+    if is_distributed(parameter) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+        return False
+    return _lie_alike(inside(parameter.detach()), inside(gradient.detach())) and _may_be_cut(optimizer, parameter)
+
+
+def _lie_alike(parameter: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether they are plain, without gaps, and an element of each stands where it stands in the parameter."""
+    return is_dense(parameter) and all(
+        type(tensor) is torch.Tensor and (tensor.size(), tensor.stride()) == (parameter.size(), parameter.stride())
+        for tensor in (parameter, *others)
+    )
+
+
+def _may_be_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    group = next(g for g in optimizer.param_groups if any(parameter is other for other in g["params"]))
+    return is_alike_in_stretches(optimizer, group, parameter, is_accelerator=parameter.device.type != "cpu")

@@ -1,23 +1,20 @@
-"""The user's `param_groups` around a step in parts: read once, handed out in copies, written once.
+"""The user's `param_groups` around a step in parts, and hooks that do not keep their owner alive.
 
-What: `GroupSnapshot` copies the group dictionaries when a step begins. `subset` gives copies with some of the
-parameters for one part of the step, `collect` notes what the optimizer changed in them, `commit` writes that to the
-user's own.
-Why: optimizers count steps in their groups, or keep a scratch list there. If every part of a step saw what the part
-before it had changed, a step in twenty parts would count as twenty. Each part sees what a whole step would see, and
-parts must agree on what it changed.
-Tensors keep their identity (a learning rate that is a tensor is read by kernels and schedulers alike): what was
-changed in place is noted and taken back before the next part, found by its version, so nothing is read back from a
-device unless an optimizer does this.
+`GroupSnapshot` copies the group dictionaries when a step begins. `subset` gives copies with some of the parameters for
+one part of the step, `collect` notes what the optimizer changed in them, `commit` writes that to the user's own. Why:
+optimizers count steps in their groups, or keep a scratch list there. If every part of a step saw what the part before
+it had changed, a step in twenty parts would count as twenty. Each part sees what a whole step would see, and parts must
+agree on what it changed.
+Tensors keep their identity (a learning rate that is a tensor is read by kernels and schedulers alike): what was changed
+in place is noted and taken back before the next part, found by its version, so nothing is read back from a device
+unless an optimizer does this.
 
-Cost: a shallow copy of each group a part. Not covered: attributes of the optimizer itself (see trial.py).
+`OwnedHook` calls a function with its owner as long as that lives; after that it takes itself off. Why: parameters and
+modules outlive optimizers. A hook that holds its owner would keep a dropped optimizer, its state and the engine with
+its memory for as long as the model lives.
 
-Hooks on parameters and modules that do not keep what they belong to alive.
-
-What: `OwnedHook` calls a function with its owner as long as that lives; after that it takes itself off.
-Why: parameters and modules outlive optimizers. A hook that holds its owner would keep a dropped optimizer, its state
-and the engine with its memory for as long as the model lives.
-Cost: below a microsecond a call. Not covered: owners that nobody else holds.
+Cost: a shallow copy of each group a part; below a microsecond a call of a hook. Not covered: attributes of the
+optimizer itself (trial.py); owners that only the hook holds.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ Cost: a look at each group. Not covered: whether a class of optimizers can be st
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from lowtide.errors import ConfigError, did_you_mean
 from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES, storages_of
 from lowtide.optimizer.store import entries_of
 from lowtide.optimizer.trial import KNOWN
-from lowtide.tensors.optimizers import SWAP_ATTRIBUTE
+from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, parameters_of
 from lowtide.tensors.private import is_wrapped_by_scheduler
+from lowtide.tensors.ranks import has_company
 from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes, parse_bytes
@@ -53,11 +55,16 @@ def share_of(resident: Any) -> float | None:
 
 def why_none_stays() -> str:
     """Why `resident='auto'` cannot mean more than none here; empty where it can."""
-    import torch.distributed as dist
+    return "there are several ranks, which must step alike: give a share" if has_company() else ""
 
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return "there are several ranks, which must step alike: give a share"
-    return ""
+
+def check_alone() -> None:
+    """ConfigError where other ranks have a part in the gradients."""
+    if has_company():
+        raise ConfigError(
+            "lowtide.swap_optimizer: overlap 'in_backward' is for one rank: when a gradient is there, those of other "
+            "ranks are not; use 'backward'"
+        )
 
 
 def size_of(name: str, value: Any) -> int:
@@ -96,7 +103,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
         raise ConfigError(
             f"lowtide.swap_optimizer: somebody has put {name} in place of {kind}.step; attach first, then wrap the step"
         )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if not parameters:
         raise ConfigError(f"lowtide.swap_optimizer: {kind} has no parameters; attach when it has some")
     devices = sorted({str(p.device) for p in parameters})
@@ -155,19 +162,9 @@ def _listed_twice(kind: str, parameter: torch.Tensor, where: str) -> str:
     return f"{kind} lists a parameter of shape {list(parameter.shape)} {where}, and so steps it twice; list it once"
 
 
-class _Parameters:
-    """What `choose_engine` asks a model for."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def parameters(self) -> Any:
-        return (p for group in self._optimizer.param_groups for p in group["params"])
-
-
 def engine_for(wanted: EngineChoice, optimizer: torch.optim.Optimizer, tier: str) -> Engine:
     plan = Plan(layers=(), min_bytes=0, disk_path=default_directory() if tier == "disk" else None)
-    return choose_engine(wanted, _Parameters(optimizer), plan)  # type: ignore[arg-type]
+    return choose_engine(wanted, SimpleNamespace(parameters=lambda: parameters_of(optimizer)), plan)  # type: ignore[arg-type]
 
 
 def tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
@@ -183,7 +180,7 @@ def tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
 
 def first_ones(optimizer: torch.optim.Optimizer, share: float, min_bytes: int) -> set[torch.Tensor]:
     """Parameters that have at most this share of the bytes of all, first ones first; of those whose state can move."""
-    sizes = {p: inside(p.detach()).nbytes for group in optimizer.param_groups for p in group["params"]}
+    sizes = {p: inside(p.detach()).nbytes for p in parameters_of(optimizer)}
     left = share * sum(size for size in sizes.values() if size >= min_bytes)
     chosen = set()
     for parameter, size in sizes.items():

@@ -25,6 +25,7 @@ memory that others take within a step.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,15 +97,15 @@ class Residency:
         self._num_timed = 0
         """Steps that were looked at."""
         self._waited_seconds = 0.0
-        """Of all steps, when one of these was over."""
+        """Time that all steps had waited when the last of these was over."""
         self._peak_bytes = 0
         self._left_bytes = 0
         """State that stayed, and left since `_peak_bytes` was reached."""
         self._between_bytes: int | None = None
-        """On the device after the last step."""
+        """Bytes on the device after the last step."""
         self._num_refused = 0
-        why_none = why_none or self._why_unknown()
         self._is_short = False
+        why_none = why_none or self._why_unknown()
         self._is_watching = not why_none
         self._is_timing = not why_none
         self.choice: StateChoice | None = self._say(why_none) if why_none else None
@@ -207,16 +208,9 @@ class Residency:
         )
 
     def _compare(self, waited: float) -> None:
-        choice = self.choice
-        assert choice is not None
-        known = waited if choice.predicted_seconds is not None else None
-        self.choice = self._say(
-            choice.reason,
-            waited_seconds=choice.waited_seconds,
-            predicted_seconds=choice.predicted_seconds,
-            measured_seconds=known,
-            free_from=choice.free_from,
-        )
+        assert self.choice is not None
+        if self.choice.predicted_seconds is not None:
+            self.choice = dataclasses.replace(self.choice, measured_seconds=waited)
 
     def _say(self, reason: str, **seconds: float | None) -> StateChoice:
         store = self._store

@@ -1,30 +1,30 @@
-"""`optimizer.state` while it is swapped: a mapping like any other, that waits for copies before it shows anything.
+"""What stands as `optimizer.state` while it is swapped, and what checkpoints make of it.
 
 What: `SettledState` is the `defaultdict` that torch's optimizers use; each reading or writing first makes sure that
-updates which were put off are done, and that what was sent to main memory has arrived there.
+what was sent to main memory has arrived there. `ShownState` puts one in place of the optimizer's own mapping, takes
+over a mapping that somebody else puts there, and has the hooks of `state_dict` and `load_state_dict`.
 Why: a step ends before its last copies do, so that the next forward need not wait. Whoever reads the state in between
 must not see bytes of the step before. Inside a step the optimizer reads what is on the device, and nothing waits.
-Cost: half a microsecond a call. A copy of it (`copy`, `deepcopy`, `pickle`) is a plain `defaultdict`.
 
-Not covered: a tensor or the inner mapping of one parameter, kept in a variable over a step: call `handle.flush()`.
-
-Checkpoints of a swapped optimizer: torch's own calls, in torch's format, without all of the state on the device.
-
-What: `state_dict()` gives the tensors that are in main memory or in the file, as `optimizer.state` shows them.
-`load_state_dict()` is torch's; hooks of ours take the large tensors out before it and give them homes after it, bucket
-by bucket. What plain torch saved can be loaded here, and the other way round.
+Checkpoints are torch's own calls in torch's format, without all of the state on the device: `state_dict()` gives the
+tensors that are in main memory or in the file. `load_state_dict()` is torch's; hooks of ours take the large tensors out
+before it and give them buckets after it, one by one. What plain torch saved can be loaded here, and the reverse.
 Why not torch's alone: it moves all of the state to the device at once, and casts it to the parameter's dtype: moments
 in float32 of parameters in bfloat16 lose 16 bits for good. Here a tensor gets the dtype that the optimizer's own tensor
 of this name has. Where there is none yet, torch.optim's optimizers would make it in the parameter's dtype, so that is
 it; for others it stays as it was saved.
 
-As with a plain optimizer, what `state_dict()` gives is not a copy: the next step changes it.
-Cost: one copy of the state. Not covered: load hooks of the user's that are registered after lowtide's see placeholders
-in place of large tensors.
+Cost: half a microsecond a call of the mapping; one copy of the state to load it. A copy of the mapping (`copy`,
+`deepcopy`, `pickle`) is a plain `defaultdict`. As with a plain optimizer, what `state_dict()` gives is not a copy: the
+next step changes it.
+Not covered: a tensor or the inner mapping of one parameter, kept in a variable over a step: call `handle.flush()`. Load
+hooks of the user's that are registered after lowtide's see placeholders in place of large tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -43,9 +43,10 @@ class _HeldState:
         self.dtype = dtype
 
 
-class Checkpoints:
-    """The hooks of one optimizer. `before_save` and `before_load` may raise; `after_load` gets the mapping that torch
-    has made, and no earlier step matters from then on.
+class ShownState:
+    """See the module's text. `before_read` is called before anybody else than the optimizer looks into its state,
+    `after_load` when a checkpoint was loaded. `refuse(call)` raises where `call` ('state_dict', 'load_state_dict') may
+    not be now.
     """
 
     def __init__(
@@ -53,29 +54,89 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         store: StateStore,
         *,
-        before_save: Callable[[], None],
-        before_load: Callable[[], None],
-        after_load: Callable[[Any], None],
-        settle: Callable[[], None],
+        before_read: Callable[[], None],
+        refuse: Callable[[str], None],
+        after_load: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
         self._store = store
-        self._before_save = before_save
-        self._before_load = before_load
+        self._before_read = before_read
+        self._refuse = refuse
         self._after_load = after_load
-        self._settle = settle
+        self._is_stepping = False
+        self._show(optimizer.state)
         self._hooks = (
             optimizer.register_state_dict_pre_hook(lambda _: self._before_save()),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._take_out(state_dict)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._put_in(), prepend=True),
         )
 
-    def remove(self) -> None:
+    def _show(self, content: Any) -> None:
+        """What was put as `optimizer.state` is the user's own from now on, and stands there in our mapping."""
+        self.original = content
+        self._shown = SettledState(self.settle, getattr(content, "default_factory", None), content)
+        self._optimizer.state = self._shown
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within, `optimizer.state` is the optimizer's own to read, and nothing waits for copies."""
+        before, self._is_stepping = self._is_stepping, True
+        try:
+            yield
+        finally:
+            self._is_stepping = before
+
+    def settle(self) -> None:
+        """Somebody looks into the state: main memory has what was sent. He may write, also through `.data`, which
+        nothing shows."""
+        if self._is_stepping:
+            return
+        self._before_read()
+        if not self._store.transfers.is_settled:
+            self._store.transfers.settle()
+
+    def take_over(self) -> None:
+        """Where somebody has put another mapping in place of `optimizer.state`: what is on its way belongs to the old
+        one; from then on the new one counts."""
+        optimizer, put = self._optimizer, self._optimizer.state
+        if put is self._shown or self._is_stepping:
+            return
+        optimizer.state = self._shown
+        try:
+            self.settle()
+        finally:
+            original = self.original
+            self._show(put)
+            if isinstance(put, SettledState):
+                self.original = original
+
+    def refresh(self) -> None:
+        """Take in what was put in place of the state, or of a part of it."""
+        self.take_over()
+        with self.stepping():
+            self._store.refresh()
+
+    def take_off(self) -> None:
+        """The user's own mapping stands as `optimizer.state` again, with what is there now."""
         for hook in self._hooks:
             hook.remove()
+        if isinstance(self._optimizer.state, SettledState):
+            content = dict(self._optimizer.state.items())
+            self.original.clear()
+            self.original.update(content)
+            self._optimizer.state = self.original
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _before_save(self) -> None:
+        self._refuse("state_dict")
+        self.take_over()
+        self.settle()
 
     def _take_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._before_load()
+        self._refuse("load_state_dict")
+        self.take_over()
+        self.settle()
         parameter_of = dict(self._numbered(state_dict))
         state = {
             number: self._held(parameter_of[number], entries) if number in parameter_of else entries
@@ -108,17 +169,28 @@ class Checkpoints:
         return parameter.dtype if is_torchs and parameter.is_floating_point() else value.dtype
 
     def _put_in(self) -> None:
-        """Replace the state that torch made by one whose large tensors have homes."""
+        """Replace the state that torch made by one whose large tensors have buckets."""
         optimizer, store = self._optimizer, self._store
         for parameter, entries in optimizer.state.items():
             if isinstance(entries, dict):
                 held = {key: value for key, value in entries.items() if isinstance(value, _HeldState)}
                 device = store.device if parameter in store.residents else None
                 entries.update({key: value.tensor.detach().to(device, value.dtype) for key, value in held.items()})
-        made = optimizer.state
-        optimizer.state = SettledState(self._settle, made.default_factory, made)
+        self._show(optimizer.state)
         store.start_anew()
-        self._after_load(made)
+        self._after_load()
+
+
+def _settled(name: str) -> Any:
+    """A method of `defaultdict` that waits for copies first."""
+    method = getattr(defaultdict, name)
+
+    @functools.wraps(method)
+    def call(state: SettledState, *args: Any, **kwargs: Any) -> Any:
+        state._settle()
+        return method(state, *args, **kwargs)
+
+    return call
 
 
 class SettledState(defaultdict):
@@ -128,57 +200,22 @@ class SettledState(defaultdict):
         super().__init__(factory, content)
         self._settle = settle
 
-    def __getitem__(self, key: Any) -> Any:
-        self._settle()
-        return super().__getitem__(key)
-
-    def __missing__(self, key: Any) -> Any:
-        self._settle()
-        return super().__missing__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self._settle()
-        return super().__contains__(key)
-
-    def __len__(self) -> int:
-        self._settle()
-        return super().__len__()
-
-    def __iter__(self) -> Iterator:
-        self._settle()
-        return super().__iter__()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        self._settle()
-        return super().keys()
-
-    def items(self) -> Any:
-        self._settle()
-        return super().items()
-
-    def values(self) -> Any:
-        self._settle()
-        return super().values()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._settle()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._settle()
-        super().__delitem__(key)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().setdefault(key, default)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        self._settle()
-        super().update(*args, **kwargs)
+    __getitem__ = _settled("__getitem__")
+    __setitem__ = _settled("__setitem__")
+    __delitem__ = _settled("__delitem__")
+    __missing__ = _settled("__missing__")
+    __contains__ = _settled("__contains__")
+    __len__ = _settled("__len__")
+    __iter__ = _settled("__iter__")
+    get = _settled("get")
+    keys = _settled("keys")
+    items = _settled("items")
+    values = _settled("values")
+    setdefault = _settled("setdefault")
+    update = _settled("update")
+    pop = _settled("pop")
+    popitem = _settled("popitem")
+    clear = _settled("clear")
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
@@ -186,18 +223,6 @@ class SettledState(defaultdict):
     def __ior__(self, other: Any) -> Any:
         self.update(other)
         return self
-
-    def pop(self, *args: Any) -> Any:
-        self._settle()
-        return super().pop(*args)
-
-    def popitem(self) -> tuple:
-        self._settle()
-        return super().popitem()
-
-    def clear(self) -> None:
-        self._settle()
-        super().clear()
 
     def copy(self) -> Any:
         return defaultdict(self.default_factory, self.items())

@@ -1,7 +1,7 @@
-"""All homes of one optimizer: state finds a home, is brought back, or stays where it is.
+"""All buckets of one optimizer: state comes into a bucket, is brought back, or stays where it is.
 
-What: `StateStore.adopt` gives tensors of state a home, bucket by bucket, wherever they are now: made by the optimizer a
-moment ago, loaded from a checkpoint, or put there by the user. `bring_back` is the way back.
+What: `StateStore.adopt` puts tensors of state into buckets, wherever they are now: made by the optimizer a moment ago,
+loaded from a checkpoint, or put there by the user. `bring_back` is the way back.
 Why one way in: state comes into being in many ways and at any time (in the first step, with a late first gradient, in
 `load_state_dict`, by hand), and each of them must keep the device's share small and the bytes right.
 
@@ -27,19 +27,21 @@ from lowtide.errors import TierFull
 from lowtide.optimizer.buckets import (
     ALIGN_BYTES,
     PART_ALIGN_BYTES,
-    Bucket,
-    Entry,
+    Buffer,
     StateBucket,
     StateChunk,
+    StateTensor,
     bucket_bytes_for,
     describe,
+    ends_in,
+    in_order,
     lay_out,
     movable,
     runs,
     storages_of,
 )
-from lowtide.optimizer.stretches import ends_in, in_order
 from lowtide.optimizer.transfers import Transfers
+from lowtide.tensors.optimizers import parameters_of
 from lowtide.tensors.private import storage_key
 from lowtide.tensors.view import Shape, byte_view
 from lowtide.tensors.wrappers import inside, shell_of
@@ -72,16 +74,16 @@ class StateStore:
         self.engine = engine
         self.device = device
         self.transfers = Transfers(engine, device, self._stay, num_buffers)
-        self.homes: list[StateBucket] = []
-        self.home_of: dict[torch.Tensor, StateBucket] = {}
+        self.buckets: list[StateBucket] = []
+        self.bucket_of: dict[torch.Tensor, StateBucket] = {}
         self.residents: set[torch.Tensor] = set()
         """Parameters whose state stays on the device."""
         self.asked_to_stay: set[torch.Tensor] = set()
-        """Those of them of which somebody wanted it."""
+        """The part of `residents` that `keep` was given."""
         self._brought: list[tuple[list[torch.Tensor], int]] = []
         """The parameters of each bucket that `let_stay` brought back, and its bytes."""
         self.unfinished: list[StateBucket] = []
-        """Of parameters whose first step has not come to their end; nobody else knows them yet."""
+        """Buckets of large parameters whose first step is not over: `buckets` does not have them yet."""
         self.state_bytes_per_parameter_byte = 3.0
         """A guess on the safe side until state was seen."""
         self._tiers = tiers
@@ -91,8 +93,7 @@ class StateStore:
     @property
     def bucket_bytes(self) -> int:
         if self._bucket_bytes is None:
-            parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-            total = sum(inside(p.detach()).nbytes for p in parameters)
+            total = sum(inside(p.detach()).nbytes for p in parameters_of(self.optimizer))
             self._bucket_bytes = bucket_bytes_for(int(total * self.state_bytes_per_parameter_byte))
         return self._bucket_bytes
 
@@ -109,19 +110,19 @@ class StateStore:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def homeless(self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False) -> list[list[Value]]:
-        """Of each parameter the state on the device (or `anywhere`) that could have a home and has none."""
+    def unplaced(self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False) -> list[list[Value]]:
+        """For each parameter its state on the device (or `anywhere`) that could be in a bucket and is not."""
         found = []
         for parameter in parameters:
             if parameter in self.residents:
                 continue
-            home = self.home_of.get(parameter)
-            at_home = {id(host) for host in home.hosts} if home is not None else ()
+            bucket = self.bucket_of.get(parameter)
+            in_bucket = {id(host) for host in bucket.hosts} if bucket is not None else ()
             device = None if anywhere else self.device
             values = [
                 (parameter, key, value)
                 for key, value in entries_of(self.optimizer.state, parameter).items()
-                if movable(value, device, self.min_bytes) and id(value) not in at_home
+                if movable(value, device, self.min_bytes) and id(value) not in in_bucket
             ]
             if values:
                 found.append(values)
@@ -130,35 +131,37 @@ class StateStore:
     def adopt(
         self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False, apart: Collection[torch.Tensor] = ()
     ) -> None:
-        """Give the state of these parameters homes, all of it: also what has one already moves to the new one.
+        """Put all state of these parameters into buckets; what is in one already moves to a new one.
 
         `anywhere`: also what is in main memory, as after loading; no copy to or from it may be unfinished then.
-        `apart`: parameters that share no home with the others.
+        `apart`: parameters that share no bucket with the others.
         """
         parameters = list(dict.fromkeys(parameters))
-        old = {id(home): home for p in parameters if (home := self.home_of.get(p)) is not None}
-        everyone = dict.fromkeys([*parameters, *(p for home in old.values() for p in home.parameters)])
-        for home in old.values():
-            if home.resident is not None:
-                self.part_from(home, home.resident)
+        old = {id(bucket): bucket for p in parameters if (bucket := self.bucket_of.get(p)) is not None}
+        everyone = dict.fromkeys([*parameters, *(p for bucket in old.values() for p in bucket.parameters)])
+        for bucket in old.values():
+            if bucket.resident is not None:
+                self.part_from(bucket, bucket.resident)
         for parameter in everyone:
-            self.home_of.pop(parameter, None)
-        for home in old.values():
-            self.homes.remove(home)
-        found = self._alone(self.homeless(everyone, anywhere=anywhere))
+            self.bucket_of.pop(parameter, None)
+        for bucket in old.values():
+            self.buckets.remove(bucket)
+        found = self._alone(self.unplaced(everyone, anywhere=anywhere))
         taken = {id(value) for values in found for _, _, value in values}
         shown = self._shown(everyone)
-        for home in old.values():  # what stays on the device must not stay in memory that is freed
-            self._take_out({m for m in home.memories if any(id(v) not in taken for _, _, v in shown.get(m, ()))}, shown)
+        for bucket in old.values():  # what stays on the device must not stay in memory that is freed
+            self._take_out(
+                {m for m in bucket.memories if any(id(v) not in taken for _, _, v in shown.get(m, ()))}, shown
+            )
         for together in ([v for v in found if v[0][0] in apart], [v for v in found if v[0][0] not in apart]):
             sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in together]
             if sizes:
                 seen = sum(inside(values[0][0].detach()).nbytes for values in together)
                 self.state_bytes_per_parameter_byte = max(sum(sizes) / max(seen, 1), 0.01)
             for run in runs(sizes, self.bucket_bytes):
-                self._settle_in([value for values in together[run.start : run.stop] for value in values], anywhere)
-        for home in old.values():
-            self.transfers.free(home)
+                self._make_bucket([value for values in together[run.start : run.stop] for value in values], anywhere)
+        for bucket in old.values():
+            self.transfers.free(bucket)
 
     def _alone(self, found: list[list[Value]]) -> list[list[Value]]:
         """Without tensors that share their memory with another tensor of state, a parameter or a gradient."""
@@ -170,7 +173,7 @@ class StateStore:
         ]
         return [values for values in kept if values]
 
-    def _settle_in(self, values: list[Value], anywhere: bool) -> None:
+    def _make_bucket(self, values: list[Value], anywhere: bool) -> None:
         parameter, is_alone = values[0][0], all(other is values[0][0] for other, _, _ in values)
         tensors = [value for _, _, value in values]
         ends = ends_in(self.optimizer, parameter, tensors, self.bucket_bytes) if is_alone else []
@@ -179,33 +182,33 @@ class StateStore:
         if place is None:
             self.residents.update(parameter for parameter, _, _ in values)
             return
-        home = StateBucket(*place, entries)
+        bucket = StateBucket(*place, entries)
         if ends:
-            home.cut(ends, self.engine)
+            bucket.cut(ends, self.engine)
         try:
-            self._fill(home, values, directly=anywhere and home.slot.tier == "host")
+            self._fill(bucket, values, directly=anywhere and bucket.slot.tier == "host")
         except torch.OutOfMemoryError:
             if not anywhere:
-                self.transfers.free(home)
+                self.transfers.free(bucket)
                 return  # it stays on the device, and the next step tries again
-            self._fill(home, values, directly=True)
-        self.settled_in(home)
+            self._fill(bucket, values, directly=True)
+        self.add_bucket(bucket)
 
-    def settled_in(self, home: StateBucket) -> None:
-        """From now on this home has the state of its parameters."""
-        self.homes.append(home)
-        self.home_of.update(dict.fromkeys(home.parameters, home))
-        if home.resident is None:
-            home.bind_host(self.optimizer.state)
+    def add_bucket(self, bucket: StateBucket) -> None:
+        """Let a filled bucket have the state of its parameters from now on."""
+        self.buckets.append(bucket)
+        self.bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+        if bucket.resident is None:
+            bucket.bind_host(self.optimizer.state)
         else:
-            home.bind_device(self.optimizer.state, home.resident)
+            bucket.bind_device(self.optimizer.state, bucket.resident)
 
     def begin_bucket(
         self, parameter: torch.Tensor, dtypes: dict[Hashable, torch.dtype], ends: list[int]
     ) -> StateBucket | None:
-        """A home for the state that a large parameter gets stretch by stretch; None where no tier has room.
+        """A bucket for the state that a large parameter gets stretch by stretch; None where no tier has room.
 
-        It is `unfinished` until the caller says that it has `settled_in`."""
+        It is `unfinished` until the caller gives it to `add_bucket`."""
         local, shell = inside(parameter.detach()), shell_of(parameter.detach())
         sizes = [local.numel() * dtype.itemsize for dtype in dtypes.values()]
         starts, nbytes = lay_out(sizes, PART_ALIGN_BYTES)
@@ -214,43 +217,43 @@ class StateStore:
             self.residents.add(parameter)
             return None
         entries = [
-            Entry(parameter, key, Shape.of(local).at(0, dtype), start, size, shell)
+            StateTensor(parameter, key, Shape.of(local).at(0, dtype), start, size, shell)
             for (key, dtype), start, size in zip(dtypes.items(), starts, sizes, strict=True)
         ]
-        home = StateBucket(*place, entries)
-        home.cut(ends, self.engine)
-        self.unfinished.append(home)
-        return home
+        bucket = StateBucket(*place, entries)
+        bucket.cut(ends, self.engine)
+        self.unfinished.append(bucket)
+        return bucket
 
-    def _fill(self, home: StateBucket, values: list[Value], *, directly: bool) -> None:
-        """`directly`: by the host, from memory to memory; else through buckets on the device."""
+    def _fill(self, bucket: StateBucket, values: list[Value], *, directly: bool) -> None:
+        """Write these values into a bucket. `directly`: by the host, from memory to memory; else through the device."""
         with torch.no_grad():
             if directly:
-                for host, (_, _, value) in zip(home.hosts, values, strict=True):
+                for host, (_, _, value) in zip(bucket.hosts, values, strict=True):
                     inside(host).copy_(inside(value))
                 return
-            for piece in home.pieces:
+            for chunk in bucket.chunks:
                 sources = [inside(value) for _, _, value in values]
-                if piece.end is not None:
-                    sources = [in_order(source, piece.start, piece.end) for source in sources]
-                self.put(piece, sources)
+                if chunk.end is not None:
+                    sources = [in_order(source, chunk.start, chunk.end) for source in sources]
+                self.put(chunk, sources)
 
-    def put(self, piece: StateChunk, sources: Iterable[torch.Tensor]) -> None:
-        """Give a piece these bytes, through a bucket on the device."""
-        home = piece.home
-        bucket = None if home.resident is not None else self.transfers.new_bucket(piece)
-        if bucket is not None and home.resident is not None:  # to make room showed that another could not be sent
-            self.transfers.drop(bucket)
-            bucket = None
-        if piece.end is None:
-            assert bucket is not None
-            targets = [entry.over(bucket[0]) for entry in home.entries]
+    def put(self, chunk: StateChunk, sources: Iterable[torch.Tensor]) -> None:
+        """Write these bytes into a chunk, through a buffer on the device."""
+        bucket = chunk.bucket
+        buffer = None if bucket.resident is not None else self.transfers.buffer_for(chunk)
+        if buffer is not None and bucket.resident is not None:  # to make room showed that another could not be sent
+            self.transfers.drop(buffer)
+            buffer = None
+        if chunk.end is None:
+            assert buffer is not None
+            targets = [entry.over(buffer[0]) for entry in bucket.entries]
         else:
-            targets = piece.stretches(bucket)
+            targets = chunk.stretches(buffer)
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-        if bucket is not None:
-            self.transfers.send(piece, bucket)
+        if buffer is not None:
+            self.transfers.send(chunk, buffer)
 
     def _place(self, nbytes: int) -> tuple[Slot, torch.Tensor] | None:
         """A slot on the first tier with room."""
@@ -267,83 +270,83 @@ class StateStore:
         )
         return None
 
-    def _stay(self, piece: StateChunk, bucket: Bucket, error: BaseException) -> None:
-        """A piece could not be written: its bucket's bytes stay on the device until a step tries again."""
-        home = piece.home
-        if piece.end is None:
-            home.resident = bucket[0]
+    def _stay(self, chunk: StateChunk, buffer: Buffer, error: BaseException) -> None:
+        """Keep the bytes of a chunk that could not be written on the device, until a step tries again."""
+        bucket = chunk.bucket
+        if chunk.end is None:
+            bucket.resident = buffer[0]
         else:
-            self.transfers.drop(bucket)
-            if home.resident is None:
-                home.resident = self.transfers.gather(home)
+            self.transfers.drop(buffer)
+            if bucket.resident is None:
+                bucket.resident = self.transfers.gather(bucket)
             with torch.no_grad():
-                for there, own in zip(piece.stretches(None), piece.stretches(bucket), strict=True):
+                for there, own in zip(chunk.stretches(None), chunk.stretches(buffer), strict=True):
                     there.copy_(own)
-        if home not in self.unfinished:
-            home.bind_device(self.optimizer.state, home.resident)
+        if bucket not in self.unfinished:
+            bucket.bind_device(self.optimizer.state, bucket.resident)
         warnings.warn(
-            f"lowtide: {home.nbytes} bytes of optimizer state could not be written to the tier '{home.slot.tier}' "
+            f"lowtide: {bucket.nbytes} bytes of optimizer state could not be written to the tier '{bucket.slot.tier}' "
             f"({error}); they stay on {self.device} until a later step can",
             RuntimeWarning,
             stacklevel=2,
         )
 
     def refresh(self) -> None:
-        """Take in what the user, or a checkpoint, has put in place of state that had a home."""
+        """Take in what the user, or a checkpoint, has put in place of state that had a bucket."""
         state = self.optimizer.state
-        lost = [home for home in self.homes if home.resident is None and not home.is_bound(state)]
+        lost = [bucket for bucket in self.buckets if bucket.resident is None and not bucket.is_bound(state)]
         if lost:
             self.transfers.settle()
-            self.adopt((parameter for home in lost for parameter in home.parameters), anywhere=True)
+            self.adopt((parameter for bucket in lost for parameter in bucket.parameters), anywhere=True)
 
     def start_anew(self) -> None:
-        """Forget every home, and give what `optimizer.state` shows now new ones."""
+        """Put what `optimizer.state` shows now into new buckets, and free the old ones."""
         self.transfers.settle()
-        old, self.homes = [*self.homes, *self.unfinished], []
+        old, self.buckets = [*self.buckets, *self.unfinished], []
         self.unfinished.clear()
-        self.home_of.clear()
-        self.adopt((p for group in self.optimizer.param_groups for p in group["params"]), anywhere=True)
+        self.bucket_of.clear()
+        self.adopt(parameters_of(self.optimizer), anywhere=True)
         self.transfers.settle()
-        for home in old:
-            self.transfers.free(home)
+        for bucket in old:
+            self.transfers.free(bucket)
 
     def part_company(self, active: Collection[torch.Tensor]) -> None:
         """Cut in two each bucket of which a good part has no gradient in this step, so that this part need not move."""
         cut = []
-        for home in self.homes:
-            idle_bytes = sum(entry.nbytes for entry in home.entries if entry.parameter not in active)
-            is_worth_it = home.nbytes >= CUT_FROM_BYTES and home.nbytes > idle_bytes >= home.nbytes / 4
-            if is_worth_it and home.resident is None and any(p in active for p in home.parameters):
-                cut.append(home)
+        for bucket in self.buckets:
+            idle_bytes = sum(entry.nbytes for entry in bucket.entries if entry.parameter not in active)
+            is_worth_it = bucket.nbytes >= CUT_FROM_BYTES and bucket.nbytes > idle_bytes >= bucket.nbytes / 4
+            if is_worth_it and bucket.resident is None and any(p in active for p in bucket.parameters):
+                cut.append(bucket)
         if cut:
             self.transfers.settle()
-        for home in cut:
-            self.adopt(home.parameters, anywhere=True, apart=active)
+        for bucket in cut:
+            self.adopt(bucket.parameters, anywhere=True, apart=active)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
     def bring_back(self) -> None:
-        """All state is on the device again, in plain tensors of its own; no home is left.
+        """All state is on the device again, in plain tensors of its own; no bucket is left.
 
-        Where memory runs out, the homes that are left are whole: call it again, or step on.
+        Where memory runs out, the buckets that are left are whole: call it again, or step on.
         """
         self.transfers.settle()
         while self.unfinished:
             self.transfers.free(self.unfinished.pop())
         shown = self._shown(self.optimizer.state)
-        while self.homes:
-            self._bring(self.homes[0], shown)
+        while self.buckets:
+            self._bring(self.buckets[0], shown)
 
-    def _bring(self, home: StateBucket, shown: dict[int, list[Shown]]) -> None:
-        """The state of this home is on the device, and the home is gone. Where memory runs out, it is whole."""
-        if home.resident is not None:
-            self.part_from(home, home.resident)
-        self._take_out(home.memories, shown)
-        self.homes.remove(home)
-        for parameter in home.parameters:
-            if self.home_of.get(parameter) is home:
-                del self.home_of[parameter]
-        self.transfers.free(home)
+    def _bring(self, bucket: StateBucket, shown: dict[int, list[Shown]]) -> None:
+        """Bring a bucket's state to the device and free the bucket. Where memory runs out, it is as it was."""
+        if bucket.resident is not None:
+            self.part_from(bucket, bucket.resident)
+        self._take_out(bucket.memories, shown)
+        self.buckets.remove(bucket)
+        for parameter in bucket.parameters:
+            if self.bucket_of.get(parameter) is bucket:
+                del self.bucket_of[parameter]
+        self.transfers.free(bucket)
 
     def let_stay(self, most_bytes: int) -> int:
         """Bring whole buckets back to stay, the first ones that fit into so many bytes; how many bytes came. Between
@@ -352,20 +355,20 @@ class StateStore:
         Where memory runs out before, the others are where they were."""
         came = 0
         shown = self._shown(self.optimizer.state)
-        for home in list(self.homes):
-            if came + home.nbytes > most_bytes:
+        for bucket in list(self.buckets):
+            if came + bucket.nbytes > most_bytes:
                 continue
             try:
-                self._bring(home, shown)
+                self._bring(bucket, shown)
             except torch.OutOfMemoryError:
                 break
-            came += home.nbytes
-            self.keep({*self.asked_to_stay, *home.parameters})
-            self._brought.append((home.parameters, home.nbytes))
+            came += bucket.nbytes
+            self.keep({*self.asked_to_stay, *bucket.parameters})
+            self._brought.append((bucket.parameters, bucket.nbytes))
         return came
 
     def send_away(self, least_bytes: int | None) -> int:
-        """Of what `let_stay` brought, last ones first, so many bytes leave (None: all of it); how many left.
+        """Send away so many bytes of what `let_stay` brought, last ones first (None: all of it); how many left.
 
         By the host, without memory of the device. Between steps; nothing is on its way. What no tier has room for
         stays."""
@@ -380,19 +383,19 @@ class StateStore:
 
     @property
     def staying_bytes(self) -> int:
-        """Of buckets that `let_stay` brought and that still stay."""
+        """Bytes of the buckets that `let_stay` brought and that still stay."""
         return sum(nbytes for parameters, nbytes in self._brought if self.asked_to_stay.issuperset(parameters))
 
     @property
     def moved_bytes(self) -> int:
-        """Of buckets that are elsewhere between steps."""
-        return sum(home.nbytes for home in self.homes if home.resident is None)
+        """Bytes of the buckets that are elsewhere between steps."""
+        return sum(bucket.nbytes for bucket in self.buckets if bucket.resident is None)
 
-    def part_from(self, home: StateBucket, bucket: torch.UntypedStorage) -> None:
-        """Give what `optimizer.state` shows of this bucket memory of its own, and let the bucket go."""
-        self._take_out({storage_key(bucket)}, self._shown(home.parameters))
-        home.resident = None
-        self.transfers.drop((bucket,))
+    def part_from(self, bucket: StateBucket, buffer: torch.UntypedStorage) -> None:
+        """Give what `optimizer.state` shows of a bucket's buffer memory of its own, and drop the buffer."""
+        self._take_out({storage_key(buffer)}, self._shown(bucket.parameters))
+        bucket.resident = None
+        self.transfers.drop((buffer,))
 
     def _shown(self, parameters: Iterable[torch.Tensor]) -> dict[int, list[Shown]]:
         """The tensors of the state of these parameters, by storage."""

@@ -14,12 +14,11 @@ Not covered: LBFGS, optimizers captured in graphs of the device, parameters on s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +28,11 @@ from lowtide.core.budget import DeviceMemory
 from lowtide.engines.base import EngineChoice
 from lowtide.engines.device_memory import device_memory
 from lowtide.errors import ConfigError
-from lowtide.optimizer.in_backward import InBackward, StepCalls, StepOverlap, check_alone
+from lowtide.optimizer.in_backward import InBackward, StepOverlap
+from lowtide.optimizer.parts import StepRun
 from lowtide.optimizer.requests import (
     bucket_bytes_of,
+    check_alone,
     check_names,
     check_optimizer,
     engine_for,
@@ -40,15 +41,14 @@ from lowtide.optimizer.requests import (
     size_of,
     tiers_from,
     why_none_stays,
-    why_not_exact,
 )
 from lowtide.optimizer.residency import Residency, StateChoice
-from lowtide.optimizer.state import Checkpoints, SettledState
-from lowtide.optimizer.step import Stepper, StepRun
+from lowtide.optimizer.state import ShownState
+from lowtide.optimizer.step import Stepper
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.transfers import NUM_BUFFERS
-from lowtide.optimizer.trial import bare_step, why_not_in_parts
-from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare
+from lowtide.optimizer.trial import why_not_in_parts
+from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare, bare_step, parameters_of
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
 from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes
@@ -113,7 +113,7 @@ def swap_optimizer(
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
     store.keep(first_ones(found, share or 0.0, least))
-    handle = OptimizerSwap(found, store, overlap=overlap, closes_engine=chosen is not engine)
+    handle = OptimizerSwap(store, overlap=overlap, closes_engine=chosen is not engine)
     if share is None:
         handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
     return handle
@@ -133,36 +133,20 @@ def why_not(optimizer: Any) -> str:
 class OptimizerSwap:
     """The handle of one optimizer. Made by `swap_optimizer`."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        store: StateStore,
-        *,
-        overlap: str,
-        closes_engine: bool,
-    ) -> None:
-        self.optimizer = optimizer
+    def __init__(self, store: StateStore, *, overlap: str, closes_engine: bool) -> None:
         self._store = store
-        self._transfers = store.transfers
-        self._stepper = Stepper(optimizer, store)
         self._closes_engine = closes_engine
-        self._is_stepping = False
-        self._is_attached = False
         self._is_ours = False
         """Whether the step that runs is the one of this handle."""
         self._has_warned = False
-        self._torn: StepRun | None = None
-        self._torn_error: BaseException | None = None
         self._num_steps = 0
-        self._in_backward: InBackward | None = None
         self._residency: Residency | None = None
         self._engine_stall_seconds = store.engine.stall_seconds()
-        self._attach()
         self._overlap = StepOverlap(overlap, store, self._stall_seconds)
+        self._attach()
         self._adopt_all()
-        if overlap == "in_backward":
-            calls = StepCalls(self._begin, self._advance, self._refresh, self._stepping)
-            self._in_backward = InBackward(self._stepper, self._parameters(), calls)
+        is_in_backward = overlap == "in_backward"
+        self._in_backward = InBackward(self._stepper, self._shown, self._begin) if is_in_backward else None
 
     # -- attach and detach ---------------------------------------------------------------------------------------------
 
@@ -170,39 +154,38 @@ class OptimizerSwap:
         optimizer = self.optimizer
         kind = type(optimizer)
         self._bare_step = bare_step(kind)
-        self._takes_closure = "closure" in inspect.signature(self._bare_step).parameters
         self._previous = vars(optimizer).get("step")
-        self._original_state = optimizer.state
-        self._state = SettledState(self._settle, getattr(optimizer.state, "default_factory", dict), optimizer.state)
-        optimizer.state = self._state
-        self._begun_with: Any = None
-        """What was `optimizer.state` when the last step began."""
+        self._shown = ShownState(
+            optimizer,
+            self._store,
+            before_read=self._overlap.give_up,
+            refuse=self._refuse,
+            after_load=self._after_load,
+        )
+        self._stepper = Stepper(self._store, self._shown)
         # A function: who looks for optimizers in attributes passes it by.
         setattr(optimizer, SWAP_ATTRIBUTE, lambda: self)
         self._step = types.MethodType(_step_of(self, self._previous or kind.step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
-        self._checkpoints = Checkpoints(
-            optimizer,
-            self._store,
-            before_save=self._before_state_dict,
-            before_load=self._before_load,
-            after_load=self._after_load,
-            settle=self._settle,
-        )
-        self._hooks = (
+        self._hooks: tuple[Any, ...] = (
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         )
-        self._is_attached = True
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._store.optimizer
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the swap is in force."""
+        return bool(self._hooks)
 
     def _adopt_all(self) -> None:
-        new = [values[0][0] for values in self._store.homeless(self._parameters())]
+        new = [values[0][0] for values in self._store.unplaced(parameters_of(self.optimizer))]
         if new:
             self._store.adopt(new)
-        self._transfers.settle()
+        self._store.transfers.settle()
 
     def _before_step(self) -> None:
         """Somebody who kept the class's own `step` calls it: all of the state comes to the device for it."""
@@ -210,7 +193,7 @@ class OptimizerSwap:
             return
         self.flush()
         if self._in_backward is not None:
-            self._in_backward.end(self._parameters())
+            self._in_backward.end()
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -232,10 +215,10 @@ class OptimizerSwap:
 
         Where memory runs out the swap stays in force, and a later call goes on from there.
         """
-        if not self._is_attached:
+        if not self.is_attached:
             return
         self.flush()
-        optimizer, state = self.optimizer, self.optimizer.state
+        optimizer = self.optimizer
         if self._in_backward is not None:
             self._in_backward.let_go()
         self._overlap.give_up()
@@ -244,17 +227,12 @@ class OptimizerSwap:
         if self._in_backward is not None:
             self._in_backward.remove()
         self._overlap.close()
-        self._transfers.close()
-        self._is_attached = False
-        self._torn = None
-        self._checkpoints.remove()
+        self._store.transfers.close()
+        self._stepper.torn = None
         for hook in self._hooks:
             hook.remove()
-        if isinstance(state, SettledState):
-            content = dict(state.items())
-            self._original_state.clear()
-            self._original_state.update(content)
-            optimizer.state = self._original_state
+        self._hooks = ()
+        self._shown.take_off()
         delattr(optimizer, SWAP_ATTRIBUTE)
         if vars(optimizer).get("step") is self._step:
             del optimizer.step
@@ -264,16 +242,15 @@ class OptimizerSwap:
             self._store.engine.close()
 
     def choose_residency(self, memory: Callable[[], DeviceMemory]) -> None:
-        """From now on what stays on the device is chosen by what `memory()` says that there is."""
+        """Let `Residency` choose what stays on the device, by what `memory()` says that there is."""
         self._residency = Residency(
             self._store, memory, settle=self.flush, is_alone=self._closes_engine, why_none=why_none_stays()
         )
 
     def keep_no_more_than(self, share: float) -> None:
-        """From now on no more than this share of the parameters has its state on the device: what stayed beyond leaves.
-        Between steps. Nothing comes back. Raises RuntimeError where a step has stopped half-way."""
-        if self._torn is not None:
-            raise RuntimeError(self._words_of_torn("keep_no_more_than"))
+        """Send away the state of parameters beyond this share of all, as far as it stayed. Nothing comes back. Call it
+        between steps. Raises RuntimeError where a step has stopped half-way."""
+        self._stepper.refuse_torn("keep_no_more_than")
         store = self._store
         self.flush()
         store.keep(first_ones(self.optimizer, share, store.min_bytes) & store.asked_to_stay)
@@ -289,14 +266,14 @@ class OptimizerSwap:
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One step, without its hooks."""
-        if self._torn is not None:
-            raise RuntimeError(self._words_of_torn("step"))
-        if self._is_under_way and self.optimizer.state is not self._begun_with:
+        self._stepper.refuse_torn("step")
+        begun = None if self._in_backward is None else self._in_backward.run
+        if begun is not None and self.optimizer.state is not begun.state:
             raise RuntimeError(
                 "lowtide: step: optimizer.state was replaced after backward had begun this step; put the old one back, "
                 "and replace it after optimizer.step()"
             )
-        self._take_over()
+        self._shown.take_over()
         closure, args, kwargs = self._closure_in(args, kwargs)
         loss = None
         if closure is not None:
@@ -310,9 +287,9 @@ class OptimizerSwap:
         if run is None:
             run = self._begin()
         run.call = functools.partial(self._bare_step, self.optimizer, *args, **kwargs)
-        with self._stepping():
+        with self._shown.stepping():
             self._stepper.add_all(run)
-        self._advance(run, None)
+        self._stepper.advance(run)
         self._num_steps += 1
         if self._residency is not None:
             is_settled = self._num_steps > 1 and not self._overlap.is_trying
@@ -326,58 +303,26 @@ class OptimizerSwap:
         if self._in_backward is None:
             return None
         reason = self._in_backward.why_not_done()
-        run = self._in_backward.take(self._parameters())
+        run = self._in_backward.take()
         if run is None or not reason:
             return run
-        self._tear(run, RuntimeError(reason))
+        self._stepper.tear(run, RuntimeError(reason))
         raise RuntimeError(
             f"lowtide: step: {reason}, and overlap='in_backward' has updated parameters before that: load a "
             "checkpoint, and use overlap='backward'"
         )
 
-    def _tear(self, run: StepRun, error: RuntimeError) -> None:
-        """A step that cannot be done to the bits of plain any more: only a checkpoint mends it."""
-        self._stepper.give_up(run)
-        run.is_tainted = True
-        self._torn, self._torn_error = run, error
-
     def _begin(self) -> StepRun:
         """A step without any part yet."""
-        if self._torn is not None:
-            raise RuntimeError(self._words_of_torn("step"))
-        self._begun_with = self.optimizer.state
-        with self._stepping():
-            odd = why_not_exact(self.optimizer)
-            if odd:
-                raise RuntimeError(f"lowtide: step: {odd}, or call handle.detach()")
+        with self._shown.stepping():
+            self._stepper.check()
             call = functools.partial(self._bare_step, self.optimizer)
             return self._stepper.begin(call, self._overlap.begin_step())
-
-    def _advance(self, run: StepRun, numbers: list[int] | None) -> None:
-        """Step some parts of a step; None: all that are left, and the step ends."""
-        try:
-            with self._stepping():
-                for number in numbers or ():
-                    self._stepper.step_part(run, number)
-                if numbers is None:
-                    self._stepper.run(run)
-        except BaseException as error:
-            self._torn, self._torn_error = run, error
-            raise
-
-    @contextlib.contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Within, `optimizer.state` is the optimizer's own to read, and nothing waits for copies."""
-        before, self._is_stepping = self._is_stepping, True
-        try:
-            yield
-        finally:
-            self._is_stepping = before
 
     def _closure_in(
         self, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[Callable[[], Any] | None, tuple, dict[str, Any]]:
-        if not self._takes_closure:
+        if "closure" not in inspect.signature(self._bare_step).parameters:
             return None, args, kwargs
         if args:
             return args[0], args[1:], kwargs
@@ -388,18 +333,7 @@ class OptimizerSwap:
 
         Raises RuntimeError where no step stopped, where it stopped inside a part, or where gradients are others now.
         """
-        run = self._torn
-        if run is None:
-            raise RuntimeError("lowtide: no step of this optimizer stopped half-way; there is nothing to resume")
-        if not run.can_resume:
-            raise RuntimeError(self._words_of_torn("resume"))
-        if any(run.gradients[p] is not p.grad for number in run.todo for p in run.parts[number].parameters()):
-            raise RuntimeError(
-                "lowtide: gradients were replaced since the step stopped, so it cannot go on to the same bits; load a "
-                "checkpoint"
-            )
-        self._torn = self._torn_error = None
-        self._advance(run, None)
+        run = self._stepper.resume()
         self._num_steps += 1
         for hook in step_post_hooks(self.optimizer):
             hook(self.optimizer, (self.optimizer,), {})
@@ -409,82 +343,35 @@ class OptimizerSwap:
 
     def flush(self) -> None:
         """Block until main memory and files have all of the state."""
-        self._take_over()
-        self._transfers.settle()
+        self._shown.take_over()
+        self._store.transfers.settle()
 
-    def _settle(self) -> None:
-        if self._is_stepping:
-            return
-        self._overlap.give_up()  # who looks may write, also through `.data`, which nothing shows
-        if not self._transfers.is_settled:
-            self._transfers.settle()
-
-    def _take_over(self) -> None:
-        """Where somebody has put another mapping in place of `optimizer.state`: what is on its way belongs to the old
-        one; from then on the new one counts."""
-        optimizer, put = self.optimizer, self.optimizer.state
-        if put is self._state or self._is_stepping:
-            return
-        optimizer.state = self._state
-        try:
-            self._settle()
-        finally:
-            if not isinstance(put, SettledState):
-                self._original_state = put
-            self._state = SettledState(self._settle, getattr(put, "default_factory", None), put)
-            optimizer.state = self._state
-
-    def _refresh(self) -> None:
-        self._take_over()
-        with self._stepping():
-            self._store.refresh()
-
-    @property
-    def _is_under_way(self) -> bool:
-        return self._in_backward is not None and self._in_backward.is_under_way
-
-    def _before_state_dict(self) -> None:
-        self._take_over()
-        self._settle()
-        self._refuse_under_way("state_dict")
-        if self._torn is not None:
-            raise RuntimeError(self._words_of_torn("state_dict"))
-
-    def _before_load(self) -> None:
-        if self._torn is None:  # else to load is the way out
-            self._refuse_under_way("load_state_dict")
-        self._take_over()
-        self._settle()
-
-    def _refuse_under_way(self, call: str) -> None:
-        if self._is_under_way:
+    def _refuse(self, call: str) -> None:
+        """RuntimeError where a checkpoint cannot be made or loaded now. To load one is the way out of a torn step."""
+        is_way_out = call == "load_state_dict" and self._stepper.torn is not None
+        if self._in_backward is not None and self._in_backward.run is not None and not is_way_out:
             raise RuntimeError(
                 f"lowtide: {call}: the step that backward began is not done; call optimizer.step() first"
             )
+        if not is_way_out:
+            self._stepper.refuse_torn(call)
 
-    def _after_load(self, made: Any) -> None:
-        """`made`: the mapping that torch has put in place of the one before."""
-        self._original_state = made
-        self._torn = self._torn_error = None
+    def _after_load(self) -> None:
+        self._stepper.torn = None
         if self._in_backward is not None:
-            self._in_backward.end(self._parameters())
-
-    def _words_of_torn(self, call: str) -> str:
-        assert self._torn is not None
-        way = "call handle.resume() first" if self._torn.can_resume else "load a checkpoint"
-        return f"lowtide: {call}: the last step stopped half-way ({self._torn_error}); {way}"
+            self._in_backward.end()
 
     def state_here(self) -> list[Any]:
         """What is in `optimizer.state`, without the tensors that take no memory of the device. Sizes only: nothing is
         waited for."""
         elsewhere = self.ids_elsewhere()
-        with self._stepping():
+        with self._shown.stepping():
             entries = [one.values() if isinstance(one, dict) else (one,) for one in self.optimizer.state.values()]
         return [value for values in entries for value in values if id(value) not in elsewhere]
 
     def ids_elsewhere(self) -> set[int]:
         """Identities of the tensors in `optimizer.state` that take no memory of the device."""
-        return {id(host) for home in self._store.homes if home.resident is None for host in home.hosts}
+        return {id(host) for bucket in self._store.buckets if bucket.resident is None for host in bucket.hosts}
 
     @property
     def residency(self) -> StateChoice | None:
@@ -494,8 +381,8 @@ class OptimizerSwap:
     @property
     def stats(self) -> OptimizerStats:
         """What was moved so far, and what lives where now."""
-        store, transfers = self._store, self._transfers
-        with self._stepping():  # sizes only
+        store, transfers = self._store, self._store.transfers
+        with self._shown.stepping():  # sizes only
             total = sum(
                 inside(value).nbytes
                 for entries in self.optimizer.state.values()
@@ -503,10 +390,10 @@ class OptimizerSwap:
                 for value in entries.values()
                 if isinstance(value, torch.Tensor) and value.layout == torch.strided
             )
-        swapped = sum(entry.nbytes for home in store.homes if home.resident is None for entry in home.entries)
+        swapped = sum(entry.nbytes for bucket in store.buckets if bucket.resident is None for entry in bucket.entries)
         return OptimizerStats(
             num_steps=self._num_steps,
-            num_buckets=sum(len(home.pieces) for home in store.homes),
+            num_buckets=sum(len(bucket.chunks) for bucket in store.buckets),
             swapped_bytes=swapped,
             resident_bytes=total - swapped,
             bucket_peak_bytes=transfers.peak_bytes,
@@ -514,16 +401,13 @@ class OptimizerSwap:
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
             stall_seconds=self._stall_seconds(),
-            overlap=self._overlap_now(),
+            overlap="in_backward" if self._in_backward is not None else self._overlap.mode,
         )
 
     def _stall_seconds(self) -> float:
         # An engine that others use too has stalls that are not ours.
         engine_stalls = self._store.engine.stall_seconds() - self._engine_stall_seconds if self._closes_engine else 0.0
-        return self._transfers.stall_seconds + engine_stalls
-
-    def _overlap_now(self) -> str:
-        return "in_backward" if self._in_backward is not None else self._overlap.mode
+        return self._store.transfers.stall_seconds + engine_stalls
 
     def __str__(self) -> str:
         stats = self.stats
@@ -531,7 +415,7 @@ class OptimizerSwap:
         share = stats.resident_bytes / total if total else 1.0
         gradients = stats.gradient_peak_bytes
         most = "" if gradients is None else f", with {format_bytes(gradients)} of gradients at most at a time"
-        tiers = ", ".join(sorted({home.slot.tier for home in self._store.homes})) or "no tier yet"
+        tiers = ", ".join(sorted({bucket.slot.tier for bucket in self._store.buckets})) or "no tier yet"
         return (
             f"{type(self.optimizer).__name__}: {format_bytes(stats.swapped_bytes)} of state on {tiers} between steps, "
             f"{share:.0%} resident; {stats.num_buckets} buckets, {format_bytes(stats.bucket_peak_bytes)} at most on "
@@ -552,7 +436,7 @@ def _step_of(handle: OptimizerSwap, previous: Any) -> Callable[..., Any]:
 
     @functools.wraps(previous)
     def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not holder._is_attached:  # a scheduler has kept this function
+        if not holder.is_attached:  # a scheduler has kept this function
             return type(optimizer).step(optimizer, *args, **kwargs)
         holder._is_ours = True
         try:

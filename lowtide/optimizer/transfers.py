@@ -23,32 +23,32 @@ from collections.abc import Callable
 import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
-from lowtide.optimizer.buckets import Bucket, StateBucket, StateChunk
+from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk
 
 NUM_BUFFERS = 3
 _POLL_SECONDS = 1e-4
 
 
 class Arrival:
-    """A piece on its way to the device."""
+    """A chunk on its way to the device."""
 
-    __slots__ = ("bucket", "events", "piece")
+    __slots__ = ("buffer", "chunk", "events")
 
-    def __init__(self, piece: StateChunk, bucket: Bucket, events: list[Event]) -> None:
-        self.piece = piece
-        self.bucket = bucket
+    def __init__(self, chunk: StateChunk, buffer: Buffer, events: list[Event]) -> None:
+        self.chunk = chunk
+        self.buffer = buffer
         self.events = events
         """One behind each copy."""
 
 
 class Transfers:
-    """See the module's text. `on_lost(piece, bucket)` is called when a piece could not be written to its slots."""
+    """See the module's text. `on_lost(chunk, buffer)` is called when a chunk could not be written to its slots."""
 
     def __init__(
         self,
         engine: Engine,
         device: torch.device,
-        on_lost: Callable[[StateChunk, Bucket, BaseException], None],
+        on_lost: Callable[[StateChunk, Buffer, BaseException], None],
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self.engine = engine
@@ -67,20 +67,20 @@ class Transfers:
         self.most_held = num_buffers
         """Buckets that may be on the device at a time; more where some were fetched into memory that was free."""
         self._on_lost = on_lost
-        self._leaving: deque[tuple[StateChunk, Bucket, list[Event]]] = deque()
+        self._leaving: deque[tuple[StateChunk, Buffer, list[Event]]] = deque()
         self._num_held = 0
         self._unsettled: list[Event] = []
         self._to_free: list[tuple[Slot, tuple[Event, ...]]] = []
 
-    def new_bucket(self, piece: StateChunk) -> Bucket:
-        """Device memory for a piece, once there is room for one more."""
+    def buffer_for(self, chunk: StateChunk) -> Buffer:
+        """Device memory for a chunk, once there is room for one more."""
         while self._leaving and self._num_held >= self.most_held:
             self._retire()
-        bucket = tuple([self._allocate(slot.nbytes) for slot in piece.slots])
+        buffer = tuple([self._allocate(slot.nbytes) for slot in chunk.slots])
         self._num_held += 1
-        self.held_bytes += piece.nbytes
+        self.held_bytes += chunk.nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return bucket
+        return buffer
 
     def _allocate(self, nbytes: int) -> torch.UntypedStorage:
         try:
@@ -92,37 +92,37 @@ class Transfers:
         self.retire_all()
         return self.engine.new_buffer(nbytes, self.device)
 
-    def drop(self, bucket: Bucket) -> None:
+    def drop(self, buffer: Buffer) -> None:
         """Count a bucket as gone that no copy touches any more; the caller lets go of it."""
-        self.held_bytes -= sum(storage.nbytes() for storage in bucket)
+        self.held_bytes -= sum(storage.nbytes() for storage in buffer)
         self._num_held -= 1
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, piece: StateChunk) -> Arrival:
-        """Start the copy of a piece's bytes to the device."""
+    def fetch(self, chunk: StateChunk) -> Arrival:
+        """Start the copy of a chunk's bytes to the device."""
         engine = self.engine
-        if any(leaving.overlaps(piece) for leaving, _, _ in self._leaving):
+        if any(leaving.overlaps(chunk) for leaving, _, _ in self._leaving):
             self.retire_all()
-        bucket = self.new_bucket(piece)
+        buffer = self.buffer_for(chunk)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
         events = []
-        for slot, storage in zip(piece.slots, bucket, strict=True):
+        for slot, storage in zip(chunk.slots, buffer, strict=True):
             engine.copy_in(slot, storage)
             events.append(engine.record(Lane.IN))
-        self.fetched_bytes += piece.nbytes
-        return Arrival(piece, bucket, events)
+        self.fetched_bytes += chunk.nbytes
+        return Arrival(chunk, buffer, events)
 
-    def gather(self, home: StateBucket) -> torch.UntypedStorage:
-        """All of a home's bytes on the device, behind what was sent. Blocks; for when something went wrong."""
+    def gather(self, bucket: StateBucket) -> torch.UntypedStorage:
+        """All of a bucket's bytes on the device, behind what was sent. Blocks; for when something went wrong."""
         engine = self.engine
-        storage = engine.new_buffer(home.nbytes, self.device)
+        storage = engine.new_buffer(bucket.nbytes, self.device)
         self._num_held += 1
-        self.held_bytes += home.nbytes
+        self.held_bytes += bucket.nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         for event in (engine.record(Lane.COMPUTE), engine.record(Lane.OUT)):
             engine.wait(Lane.IN, event)
-        engine.copy_in(home.slot, storage)
+        engine.copy_in(bucket.slot, storage)
         event = engine.record(Lane.IN)
         engine.wait(Lane.COMPUTE, event)
         error = engine.failure(event)
@@ -130,32 +130,32 @@ class Transfers:
             raise error
         return storage
 
-    def arrive(self, arrival: Arrival) -> Bucket:
+    def arrive(self, arrival: Arrival) -> Buffer:
         """The bucket, for what compute does from now on. Raises what went wrong in the copy."""
         self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
         error = self._failure(arrival.events)
         if error is not None:
-            self.drop(arrival.bucket)
+            self.drop(arrival.buffer)
             raise error
-        return arrival.bucket
+        return arrival.buffer
 
     def give_up(self, arrival: Arrival) -> None:
         """Forget a fetched bucket that nobody used; its slot has the same bytes."""
         self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
-        self.drop(arrival.bucket)
+        self.drop(arrival.buffer)
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def send(self, piece: StateChunk, bucket: Bucket) -> None:
-        """Start the copy of a piece to its slots, and take over the bucket."""
+    def send(self, chunk: StateChunk, buffer: Buffer) -> None:
+        """Start the copy of a chunk to its slots, and take over the bucket."""
         engine = self.engine
         events = []
-        for slot, storage in zip(piece.slots, bucket, strict=True):
+        for slot, storage in zip(chunk.slots, buffer, strict=True):
             engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
             engine.copy_out(storage, slot)
             events.append(engine.record(Lane.OUT))
-        self.sent_bytes += piece.nbytes
-        self._leaving.append((piece, bucket, events))
+        self.sent_bytes += chunk.nbytes
+        self._leaving.append((chunk, buffer, events))
         self._unsettled.append(events[-1])
 
     def retire_all(self) -> None:
@@ -164,13 +164,13 @@ class Transfers:
             self._retire()
 
     def _retire(self) -> None:
-        piece, bucket, events = self._leaving.popleft()
+        chunk, buffer, events = self._leaving.popleft()
         self.stall_seconds += self.engine.wait(Lane.COMPUTE, events[-1])
         error = self._failure(events)
         if error is not None:
-            self._on_lost(piece, bucket, error)
+            self._on_lost(chunk, buffer, error)
             return
-        self.drop(bucket)
+        self.drop(buffer)
 
     def _failure(self, events: list[Event]) -> BaseException | None:
         return next((error for error in map(self.engine.failure, events) if error is not None), None)
@@ -195,9 +195,9 @@ class Transfers:
         self._unsettled = [event for event in self._unsettled if not self.engine.query(event)]
         self._free_what_can_be()
 
-    def free(self, home: StateBucket) -> None:
-        """Give a home's slot back, as soon as no copy from or to it is unfinished."""
-        self._to_free.append((home.slot, (self.engine.record(Lane.IN), self.engine.record(Lane.OUT))))
+    def free(self, bucket: StateBucket) -> None:
+        """Give a bucket's slot back, as soon as no copy from or to it is unfinished."""
+        self._to_free.append((bucket.slot, (self.engine.record(Lane.IN), self.engine.record(Lane.OUT))))
         self._free_what_can_be()
 
     def _free_what_can_be(self) -> None:

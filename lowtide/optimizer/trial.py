@@ -26,6 +26,7 @@ import torch
 
 from lowtide.optimizer.groups import GroupSnapshot, same_value
 from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.optimizers import bare_step, parameters_of
 from lowtide.tensors.private import OPTIMIZER_HOOKS, TorchDispatchMode, schema_of, storage_key, tree_leaves
 from lowtide.tensors.snapshot import Snapshot, take
 from lowtide.tensors.wrappers import inside
@@ -44,12 +45,6 @@ _SOME_RATE = 1e-3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def bare_step(kind: type) -> Callable[..., Any]:
-    """A class's own `step`, without the hooks that torch puts around it."""
-    step: Any = kind.step  # type: ignore[attr-defined]
-    return inspect.unwrap(step, stop=lambda function: not hasattr(function, "hooked"))
-
-
 def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
     """Why this optimizer cannot be stepped in parts; '' where it can."""
     kind = type(optimizer)
@@ -62,7 +57,7 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
     closure = inspect.signature(bare_step(kind)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return f"{kind.__name__}.step cannot do without a closure, so it may evaluate it more than once"
-    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    devices = {parameter.device for parameter in parameters_of(optimizer)}
     before = take(beside=optimizer, called=True, devices=devices)
     try:
         with _Writes(before):
@@ -104,31 +99,31 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 def _can_step(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> bool:
     """Whether a small twin steps at all; some optimizers want a gradient for every parameter."""
-    twin = _twin(optimizer)
     try:
-        for number in range(NUM_STEPS):
-            _set_gradients(twin, number, has_missing)
-            bare_step(type(optimizer))(twin)
+        _take_steps(_twin(optimizer), bare_step(type(optimizer)), has_missing)
     except Exception:
         return False
     return True
 
 
+def _take_steps(twin: torch.optim.Optimizer, step: Callable[..., Any], has_missing: bool) -> None:
+    for number in range(NUM_STEPS):
+        _set_gradients(twin, number, has_missing)
+        step(twin)
+
+
 def _tried(optimizer: torch.optim.Optimizer, before: Snapshot, *, has_missing: bool) -> str:
+    """Why the optimizer cannot be stepped in parts, by the trial; '' where it can."""
     name = type(optimizer).__name__
     whole, parts = _twin(optimizer), _twin(optimizer)
     step = bare_step(type(optimizer))
     try:
-        for number in range(NUM_STEPS):
-            _set_gradients(whole, number, has_missing)
-            step(whole)
+        _take_steps(whole, step, has_missing)
     except Exception as error:
         return f"{name} is not of torch, and could not be tried on small parameters ({type(error).__name__}: {error})"
     before.restore()
     try:
-        for number in range(NUM_STEPS):
-            _set_gradients(parts, number, has_missing)
-            _step_in_parts(parts, step)
+        _take_steps(parts, lambda twin: _step_in_parts(twin, step), has_missing)
     except Exception as error:
         return f"{name} cannot be stepped in parts ({type(error).__name__}: {error})"
     odd = _difference(whole, parts)
@@ -145,7 +140,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if isinstance(group.get("lr"), float):  # rates that are equal now may differ later
             group["lr"] = (group["lr"] or _SOME_RATE) * (1 + number / 4)
     twin: torch.optim.Optimizer = kind.__new__(kind)
-    everyone = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    everyone = {id(p) for p in parameters_of(optimizer)}
     for name, value in vars(optimizer).items():
         if name in OPTIMIZER_HOOKS:
             vars(twin)[name] = OrderedDict()
@@ -222,11 +217,7 @@ def _difference(whole: torch.optim.Optimizer, parts: torch.optim.Optimizer) -> s
     for key, value in vars(whole).items():
         if isinstance(value, (*_PLAIN, torch.Tensor)) and not same_value(value, vars(parts).get(key)):
             return f"its attribute '{key}'"
-    return _shared_state(whole, parts)
-
-
-def _shared_state(whole: torch.optim.Optimizer, parts: torch.optim.Optimizer) -> str:
-    for key, value in whole.state.items():
-        if not isinstance(key, torch.Tensor) and not same_value(value, parts.state.get(key)):
-            return f"state['{key}']"
+    for owner, value in whole.state.items():
+        if not isinstance(owner, torch.Tensor) and not same_value(value, parts.state.get(owner)):
+            return f"state['{owner}']"
     return ""

@@ -1,26 +1,39 @@
-"""What ranks compare before any of them waits for another: facts that must be equal, by name.
+"""What ranks compare before any of them waits for another, and the one text that says which of them failed first.
 
 What: each rank brings facts (a setting, a version, a digest) and what is wrong on it, if anything. A mistake of one, or
 a fact in which two ranks differ, is an error of all, with one text that names the fact and both values.
 `same_on_all` does so for any training on several ranks; a pipeline does so when it is made and before its first step.
 Ranks also say where they are: one that plans for a budget does not take what another says before a step for an answer.
-Cost: one small collective each. Not covered: shapes that stages pass on (trial.py); a rank that never comes.
+The rank that fails writes a `FailureNote` into the store of the job; the others find it while they wait, and end with
+it. What is written first stays, so that all ranks name the same cause, and none names a rank that ended only because
+another had.
+Cost: one small collective each; one look into the store for each `POLL_SECONDS` that a rank waits. Not covered: shapes
+that stages pass on (stage_call.py); a rank that never comes; a rank that is killed writes nothing, and the rank that
+waited for it sees its connection close, and writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.pipeline.clock import with_transfers
+from lowtide.pipeline.gradients import Place, Tie, elements_of, refuse_look_alikes, sample_of
+from lowtide.pipeline.live_chunks import is_in_order
 from lowtide.pipeline.schedule import Schedule
-from lowtide.pipeline.tied import elements_of, sample_of
-from lowtide.tensors.fsdp import is_sharded
+from lowtide.pipeline.verify import Sends, verify
+from lowtide.tensors.fsdp import is_fsdp, is_sharded
+from lowtide.tensors.private import default_store
 from lowtide.tensors.ranks import gather
 
 Facts = Mapping[str, object]
@@ -28,18 +41,9 @@ Facts = Mapping[str, object]
 _ABSENT = "none"
 _ROUNDING = 1e-3
 """Two sums of the same numbers in other orders differ by less, relative to the largest element."""
-
-
-@dataclass(frozen=True, slots=True)
-class Belief:
-    """What one rank brings when a pipeline is made. Plain, so that it can travel."""
-
-    mistake: str | None
-    facts: Facts
-    job: str
-    """A name that no other pipeline of the job has; the first rank's is taken."""
-    weights: Mapping[Any, Any] = field(default_factory=dict)
-    """Of its stages, by place, as tied.py describes them."""
+POLL_SECONDS = 0.2
+_LINGER_SECONDS = 3.0
+"""How long a failed rank stays for the others to read its note: the store may live in its process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +54,25 @@ class _Said:
     value: Any
 
 
-def belief_of(schedule: Schedule, mistake: str | None, facts: Facts, weights: Mapping[Any, Any]) -> Belief:
-    every = {
-        "schedules": digest_of(schedule),
-        "versions of torch": torch.__version__,
-        **facts,
-    }
-    return Belief(mistake, every, uuid.uuid4().hex, weights)
+def agree(schedule: Schedule, mistake: str | None, facts: Facts, weights: Mapping[Place, Any], group: Any) -> str:
+    """Of ranks that make a pipeline. `weights`: of its stages, as `described`, where nobody knows whether they are
+    shared. Raises ConfigError on all ranks together. Gives a name that no other pipeline of the job has."""
+    facts = {"schedules": _digest_of(schedule), "versions of torch": torch.__version__, **facts}
+    said = meet("Pipeline(...)", (mistake, facts, weights, uuid.uuid4().hex), group)
+    for rank, (each, *_) in enumerate(said):
+        if each is not None:
+            raise ConfigError(each if len(said) == 1 else f"{each} (rank {rank})")
+    refuse_difference("pipeline", [facts for _, facts, *_ in said])
+    refuse_look_alikes([weights for *_, weights, _ in said])
+    name: str = said[0][-1]
+    return name
 
 
-def digest_of(schedule: Schedule) -> str:
+def _digest_of(schedule: Schedule) -> str:
     """The same for schedules with the same rows, on every machine."""
     rows = ["\n".join(map(str, row)) for row in schedule.actions]
     text = "\n\n".join([str(schedule.rank_of_stage), str(schedule.num_micro_batches), *rows])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def agree(belief: Belief, group: Any) -> list[Belief]:
-    """Those of all ranks of `group`. Raises ConfigError on all of them together."""
-    beliefs: list[Belief] = meet("Pipeline(...)", belief, group)
-    for rank, each in enumerate(beliefs):
-        if each.mistake is not None:
-            raise ConfigError(each.mistake if len(beliefs) == 1 else f"{each.mistake} (rank {rank})")
-    refuse_difference("pipeline", [each.facts for each in beliefs])
-    return beliefs
 
 
 def meet(place: str, value: Any, group: Any) -> list[Any]:
@@ -154,3 +153,126 @@ def same_values(tensors: Mapping[str, torch.Tensor], *, group: Any, what: str) -
         for name, value in first.items():
             if not torch.allclose(value, other[name], rtol=0.0, atol=_ROUNDING * float(value.abs().max())):
                 raise ConfigError(f"{what}: '{name}' differs between rank 0 and rank {rank} of the ranks that share it")
+
+
+# -- what one rank checks ----------------------------------------------------------------------------------------------
+
+
+def checked(schedule: Schedule, num_ranks: int) -> Schedule:
+    """The same schedule with transfers, proven."""
+    if schedule.num_ranks != num_ranks:
+        raise ConfigError(
+            f"pipeline: the schedule '{schedule.name}' is for {schedule.num_ranks} ranks, not {num_ranks}"
+        )
+    verify(schedule, sends=Sends.BUFFERED)
+    if not is_in_order(schedule):
+        raise ConfigError(
+            f"pipeline: a stage of the schedule '{schedule.name}' adds up its weight gradients in another order than "
+            "that of the micro-batches, which changes their rounding"
+        )
+    return schedule if schedule.has_transfers else with_transfers(schedule)
+
+
+def check_stages(schedule: Schedule, rank: int, stages: Mapping[int, Any], loss: Any) -> None:
+    wanted = schedule.stages_of(rank)
+    if tuple(sorted(stages)) != wanted:
+        words = ", ".join(map(str, sorted(stages))) or "none"
+        raise ConfigError(
+            f"pipeline: '{schedule.name}' has stages {', '.join(map(str, wanted)) or 'none'} on this rank, and it was "
+            f"given {words}"
+        )
+    for stage, module in stages.items():
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"pipeline: stage {stage} is a {type(module).__name__}, not a torch.nn.Module")
+    has_end = schedule.num_stages - 1 in wanted
+    if has_end and loss is None:
+        raise ConfigError(f"pipeline: this rank has the last stage, {schedule.num_stages - 1}, and no loss")
+    if not has_end and loss is not None:
+        raise ConfigError(
+            f"pipeline: this rank has a loss, and not the last stage, {schedule.num_stages - 1}; give the loss to rank "
+            f"{schedule.rank_of_stage[-1]}"
+        )
+
+
+def named_weights(stages: Mapping[int, nn.Module], loss: Any, last: int) -> dict[Place, torch.Tensor]:
+    """What the stages of a rank train, and its loss, which is part of the last one."""
+    found: dict[Place, torch.Tensor] = {}
+    for stage, module in sorted(stages.items()):
+        found |= {Place(stage, name): weight for name, weight in module.named_parameters()}
+        if stage == last and isinstance(loss, nn.Module):
+            own = set(module.parameters())
+            weights = loss.named_parameters(prefix="loss")
+            found |= {Place(stage, name): weight for name, weight in weights if weight not in own}
+    return found
+
+
+def facts_of(origins: Sequence[Any], *, takes_turns: bool) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
+    """What the ranks must have in common, and the ties that are known. `origins`: of each stage that was cut."""
+    facts: dict[str, object] = {"ways to carry out pairs (run_pair)": "in turns" if takes_turns else "plain"}
+    known = None
+    for origin in origins:
+        facts |= {} if origin is None else origin.facts
+        known = None if origin is None else origin.ties
+    return facts, known if all(origin is not None for origin in origins) else None
+
+
+def words_of(ties: Sequence[Tie]) -> str:
+    return "; ".join(" = ".join(map(str, tie)) for tie in ties) or "none"
+
+
+def check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:
+    """Wrappers that expect one forward and its backward at a time."""
+    for stage, module in stages.items():
+        for name, each in module.named_modules():
+            what = f"stage {stage}" if not name else f"'{name}' of stage {stage}"
+            if isinstance(each, nn.parallel.DistributedDataParallel):
+                raise ConfigError(
+                    f"pipeline: {what} is in DistributedDataParallel, which exchanges the gradients of one micro-batch "
+                    "when its backward ends, and here several are in flight; give the module inside, and sum gradients "
+                    "over the replicas after each step"
+                )
+            if takes_turns and is_fsdp(each):
+                raise ConfigError(
+                    f"pipeline: {what} is a module of FSDP2, which takes one forward or backward at a time: in a pair "
+                    "it would lose gradients; leave run_pair out, or leave the stage unsharded"
+                )
+
+
+# -- which rank failed first -------------------------------------------------------------------------------------------
+
+
+class FailureNote:
+    """Made by all ranks of a pipeline, with the same `place`."""
+
+    def __init__(self, place: str, num_ranks: int) -> None:
+        self._store: dist.Store = default_store()
+        self._place = place
+        self._num_ranks = num_ranks
+
+    def read(self) -> str | None:
+        """None: nobody has failed, as far as the store says."""
+        try:
+            if not self._store.check([self._place]):
+                return None
+            text: str = self._store.get(self._place).decode()
+            self._store.add(f"{self._place}/readers", 1)
+            return text
+        except RuntimeError:
+            return "the rank that holds the job's store is gone"
+
+    def settle(self, text: str) -> str:
+        """The text that stays: this one if it is the first, so that ranks that notice at once tell the same."""
+        try:
+            kept: str = self._store.compare_set(self._place, "", text).decode()
+            if kept != text:
+                self._store.add(f"{self._place}/readers", 1)
+            return kept
+        except RuntimeError:
+            return text
+
+    def linger(self) -> None:
+        """Stay until all others have read it, or for a moment. For the rank that wrote it."""
+        end = time.monotonic() + _LINGER_SECONDS
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < end and self._store.add(f"{self._place}/readers", 0) < self._num_ranks - 1:
+                time.sleep(POLL_SECONDS / 4)

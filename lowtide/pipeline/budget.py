@@ -42,8 +42,7 @@ from lowtide.pipeline.experts import averaging_bytes
 from lowtide.pipeline.live_chunks import Moment, live_chunks_of, read_by_then
 from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
 from lowtide.pipeline.overlap import Overlap
-from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk
-from lowtide.pipeline.rank_state import plan_rank_with_state
+from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk, plan_rank_with_state
 from lowtide.pipeline.turns import with_kept_rows
 from lowtide.planner.by_rules import layers_by_rule
 from lowtide.planner.place_state import refuse_without_effect

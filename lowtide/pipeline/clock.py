@@ -1,4 +1,4 @@
-"""A schedule on a clock: when each action runs, how long the step takes, and how long each rank waits.
+"""A schedule on a clock: when each action runs, how long the step takes, where sends and receives go; and its picture.
 
 What: `play` runs the computing actions of a schedule with given durations. The rules:
 - a rank carries out its actions in order, one at a time;
@@ -7,19 +7,23 @@ What: `play` runs the computing actions of a schedule with given durations. The 
 - sends and receives take no time of the rank (they run beside compute), and any number may be on the way.
 
 Times are whatever the durations are in; whole numbers stay whole, so that formulas can be compared exactly.
-Where sends and receives are written out, their places are not looked at: `verify` proves that they can be kept, and a
-transfer is never on its way before its data is there.
+`with_transfers` writes sends and receives out: a result is sent right after the action that made it, and asked for when
+it is made, so that no buffer waits longer than it must. All transfers and starts of actions are put in one order, by
+their time on the clock, and the row of each rank is its part of that order. So two ranks see the messages between them
+in the same order, and even where every send waits for its receiver, the first transfer still to come is possible.
+`picture` draws each action where it runs and as wide as it takes (a pair reads `0F3&3B1`); a rank that waits is `.`.
 Cost: some µs an action, and some more the first time that a schedule is played.
 
-Not covered: links that are shared or fill up, blocking transfers, the optimizer.
+Not covered: links that are shared or fill up, blocking transfers, the optimizer; transfers in the middle of a pair,
+which stand after it, and whoever runs the pair may start them earlier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from lowtide.pipeline.schedule import AnyAction, Kind, Pair, Schedule
+from lowtide.pipeline.schedule import AnyAction, Kind, Pair, Schedule, made_by, receive_of, send_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,3 +126,77 @@ def play(
                 break
     assert not any(heads), "a schedule that stands still: verify it first"
     return Played(tuple(map(tuple, rows)))
+
+
+# -- sends and receives, put into a schedule by its times --------------------------------------------------------------
+
+
+def with_transfers(schedule: Schedule, seconds_of: Callable[[AnyAction], float] = UNIT.seconds_of) -> Schedule:
+    """The same schedule with every send and receive in its place. It must have passed `verify`.
+
+    `seconds_of` says how long actions take. Rough values do: they only move receives, and every choice is right.
+    """
+    assert not schedule.has_transfers
+    ordered: list[list[tuple[float, bool, int, AnyAction]]] = [[] for _ in schedule.actions]
+    """Of each rank: time, whether it computes (at one time, transfers come first), number, action."""
+    number = 0
+    for rank, row in enumerate(play(schedule, seconds_of).rows):
+        for timed in row:
+            number += 1
+            ordered[rank].append((timed.start, True, number, timed.action))
+            for part in timed.action.parts:
+                result = made_by(part)
+                reader = None if result is None else schedule.reader(result)
+                if result is None or reader is None or reader == rank:
+                    continue
+                number += 1
+                ordered[rank].append((timed.end, False, number, send_of(result)))
+                ordered[reader].append((timed.end, False, number, receive_of(result)))
+    rows = (tuple(action for *_, action in sorted(row, key=lambda entry: entry[:3])) for row in ordered)
+    return replace(schedule, actions=tuple(rows))
+
+
+# -- a schedule as a picture -------------------------------------------------------------------------------------------
+
+
+def picture(
+    schedule: Schedule, seconds_of: Callable[[AnyAction], float] = UNIT.seconds_of, *, columns: int = 120
+) -> str:
+    """The picture, without transfers, in lines of about `columns` characters. The schedule must have passed `verify`.
+    A character stands for the same time everywhere: the longest with which every name fits into its action."""
+    played = play(schedule, seconds_of)
+    seconds = min((timed.end - timed.start) / (len(_name(timed.action)) + 1) for row in played.rows for timed in row)
+    total = round(played.step_seconds / seconds)
+    rows = [_drawn(row, seconds, total) for row in played.rows]
+    heads = [f"rank {rank}  " for rank in range(schedule.num_ranks)]
+    margin = max(map(len, heads))
+    pages: list[str] = []
+    start = 0
+    while start < total:
+        end = _page_end(rows, start, start + max(columns - margin, 1))
+        lines = [f"{head:<{margin}}{row[start:end]}".rstrip() for head, row in zip(heads, rows)]
+        if pages or end < total:
+            lines.insert(0, f"{'':<{margin}}from {start * seconds:g}")
+        pages.append("\n".join(lines))
+        start = end
+    return "\n\n".join(pages) + "\n"
+
+
+def _drawn(row: Sequence[Timed], seconds: float, total: int) -> str:
+    line = ""
+    for timed in row:
+        start, end = round(timed.start / seconds), round(timed.end / seconds)
+        line = line.ljust(start, ".") + _name(timed.action).ljust(end - start - 1, "-") + " "
+    return line.ljust(total, ".")
+
+
+def _page_end(rows: Sequence[str], start: int, most: int) -> int:
+    """The last column up to `most` at which no name is cut on any rank; `most` where there is none."""
+    if most >= len(rows[0]):
+        return len(rows[0])
+    whole = (end for end in range(most, start, -1) if not any(row[end - 1] not in " .-" for row in rows))
+    return next(whole, most)
+
+
+def _name(action: AnyAction) -> str:
+    return "&".join(map(str, action.parts))

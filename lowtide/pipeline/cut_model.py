@@ -6,7 +6,7 @@ logits.
 Each runs the forward that the model's authors wrote, so masks and positions are theirs.
 Why not our own forward for each kind of model: it would have to follow every change of transformers.
 Weights that several stages have (tied embeddings, layers that share parts) are found here, and kept equal by `Pipeline`
-(tied.py).
+(gradients.py).
 Names: the parameter `model.layers.5.mlp.up_proj.weight` of a stage that begins with layer 4 is
 `model.layers.1.mlp.up_proj.weight` there.
 
@@ -27,7 +27,7 @@ from torch import nn
 
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.loss.attach import SlicedLoss
-from lowtide.pipeline.tied import Tie, find_ties
+from lowtide.pipeline.gradients import Tie, find_ties
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3")
 """Values of `config.model_type` for which tests show that stages give the bits of the whole model."""

@@ -7,10 +7,10 @@ it is made and those before it to the same rank are on their way; it is asked fo
 buffer waits longer than it must. The turn of a V is handed over as a leaf, without a copy.
 Why exact: every stage adds up its weight gradients in the order of the micro-batches, raw, and divides once at the end
 (gradients.py). One process that does the same gets the same bits. Weights of the loss, and what the inputs or targets
-were computed from, are divided with them; weights that stages share are kept equal (tied.py).
-A failure on one rank ends the step on all, with one text that names the rank and its action (failure.py).
+were computed from, are divided with them; weights that stages share are kept equal.
+A failure on one rank ends the step on all, with one text that names the rank and its action (agree.py).
 
-Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that row_counts.py
+Cost: of the host about what one process pays for the same calls; of memory the chunks and messages that live_chunks.py
 counts.
 Not covered: skip connections between stages, double backward across stages, dropout that draws what one process draws
 (a warning says so), FSDP2 around a stage (refused where halves of pairs take turns). After a step that failed a new
@@ -26,7 +26,7 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,17 +35,27 @@ from torch import nn
 from lowtide.errors import ConfigError, PipelineError
 from lowtide.pipeline import stage_call
 from lowtide.pipeline.agree import (
+    FailureNote,
     agree,
-    belief_of,
+    check_parallel,
+    check_stages,
+    checked,
+    facts_of,
     facts_of_numerics,
     facts_of_optimizer,
     meet,
+    named_weights,
     refuse_difference,
+    words_of,
 )
-from lowtide.pipeline.checks import check_parallel, check_stages, checked, facts_of, named_weights, words_of
-from lowtide.pipeline.failure import FailureNote
-from lowtide.pipeline.gradient_norm import gradient_norm
-from lowtide.pipeline.gradients import StepGradients
+from lowtide.pipeline.gradients import (
+    Place,
+    StepGradients,
+    Tie,
+    TiedWeights,
+    described,
+    gradient_norm,
+)
 from lowtide.pipeline.schedule import (
     RECEIVES,
     SENDS,
@@ -59,12 +69,9 @@ from lowtide.pipeline.schedule import (
     made_by,
     receive_of,
 )
-from lowtide.pipeline.stage_call import LiveChunk, Tensors
-from lowtide.pipeline.step_log import StepLog
-from lowtide.pipeline.tied import Place, Tie, TiedWeights, described, refuse_look_alikes
+from lowtide.pipeline.stage_call import LiveChunk, Tensors, try_stages
 from lowtide.pipeline.torch_stage import keep_whole, runtime_of, walk
-from lowtide.pipeline.transport import GroupTransport, Opening
-from lowtide.pipeline.trial import try_stages
+from lowtide.pipeline.transport import GroupTransport
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import tree_leaves
@@ -74,6 +81,22 @@ Half = Callable[[], None]
 RunPair = Callable[[Half | None, Half | None], None]
 """Carries out a forward and a backward; None stands for a half that has no partner."""
 Waited = TypeVar("Waited")
+
+
+class StepLog(Protocol):
+    """Notes what a step of one rank does, and when."""
+
+    def clear(self) -> None:
+        """A step begins."""
+
+    def mark(self) -> Any:
+        """Now, for what computes."""
+
+    def computed(self, action: AnyAction, start: Any, /) -> None:
+        """`action` began at a mark and is over, as far as the host can see."""
+
+    def passed(self, lane: str, name: str, start: float, end: float, /) -> None:
+        """A wait or a message, by the host's clock (`time.perf_counter`). Called by several threads."""
 
 
 def one_after_the_other(forward: Half | None, backward: Half | None) -> None:
@@ -102,10 +125,10 @@ class Pipeline:
         """schedule: with transfers or without. stages: those of this rank, by number. loss: of the last stage's output
         and an entry of `targets`; its rank has one. group: absent, all ranks of the job. weight_gradients: absent, I
         does the whole backward and W nothing. run_pair: how a pair is carried out, and a forward or backward outside of
-        pairs, with None for the other half. log: notes what each step does when. tied: the weights that several stages
-        share, as `find_ties` finds them in all stages of a model, or `()`; absent, what `cut` found, and else weights
-        of two ranks that begin with the same values are refused. optimizer: of this rank, whose settings are compared
-        with those of the others before the first step.
+        pairs, with None for the other half. log: notes what each step does when. tied: the weights and buffers that
+        several stages share, as `find_ties` finds them in all stages of a model, or `()`; absent, what `cut` found, and
+        else weights of two ranks that begin with the same values are refused. optimizer: of this rank, whose settings
+        are compared with those of the others before the first step.
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
@@ -132,13 +155,11 @@ class Pipeline:
             facts, known = facts_of(origins, takes_turns=run_pair is not one_after_the_other)
             tied = known if tied is None else tuple(map(tuple, tied))
             facts["tied weights"] = "not known" if tied is None else words_of(tied)
-            self.tied = TiedWeights(tied or (), named, self.schedule.rank_of_stage, self.rank)
+            self.tied = TiedWeights(tied or (), named, self.schedule.rank_of_stage, self.rank, self.stages)
         except ConfigError as error:
             mistake = str(error)
         samples = {place: described(weight) for place, weight in named.items()} if tied is None else {}
-        beliefs = agree(belief_of(schedule, mistake, facts, samples), group)
-        refuse_look_alikes([each.weights for each in beliefs])
-        name = beliefs[0].job
+        name = agree(schedule, mistake, facts, samples, group)
         self._note = FailureNote(f"lowtide/pipeline/{name}", num_ranks) if num_ranks > 1 else None
         self.transport: GroupTransport | None = None
         if self._note is not None:
@@ -156,6 +177,8 @@ class Pipeline:
         self._state: tuple[Any, ...] = ()
         """Of the last step, as `has_changed` has it."""
         self._failure: str | None = None
+        self._keywords: Sequence[Mapping[str, Any]] | None = None
+        """Of this step."""
 
     def step(
         self,
@@ -163,21 +186,24 @@ class Pipeline:
         targets: Sequence[Any] | None = None,
         *,
         divide_by: float | None = None,
+        keywords: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Forward and backward of one batch; its gradients are added to those of the weights.
 
         inputs: on the rank of the first stage, an entry for each micro-batch: a tensor, a tuple of inputs, or a mapping
         by keyword. targets: on the rank of the last stage, what the loss reads. divide_by: what the gradients are
-        divided by when the last one was added, the same on all ranks; absent, the number of micro-batches.
+        divided by when the last one was added, the same on all ranks; absent, the number of micro-batches. keywords: of
+        each micro-batch, keyword arguments of every stage of this rank.
         Gives the loss of each micro-batch, on the rank of the last stage. Raises what a stage or the loss raised, and
         `PipelineError` on all other ranks.
         """
         if self._failure is not None:
             raise PipelineError(f"pipeline: it has ended: {self._failure}; make a new one")
         mistake = self.batch_mistake(inputs, targets)
+        self._keywords = keywords
         divide_by = float(self.schedule.num_micro_batches if divide_by is None else divide_by)
         if self.num_steps == 0:
-            self._open(inputs, mistake, divide_by)
+            self._open(inputs, mistake)
         self.num_steps += 1
         if self.log is not None:
             self.log.clear()
@@ -210,11 +236,10 @@ class Pipeline:
         gives of the whole model in one process, to the bit. Collective over the ranks of the pipeline."""
         return gradient_norm(self.weights, self.tied.counted_elsewhere(), self.group)
 
-    def _open(self, inputs: Sequence[Any] | None, mistake: ConfigError | None, divide_by: float) -> None:
+    def _open(self, inputs: Sequence[Any] | None, mistake: ConfigError | None) -> None:
         """Before the first step ranks meet. A mistake of one in its batch is told as that of any step is: to those who
         wait for this rank. Raises ConfigError on all where something differs that must be equal."""
         facts = facts_of_numerics(_device_of(self.stages)) | facts_of_optimizer(self.optimizer)
-        facts |= {"values of divide_by": divide_by}
         answers = meet("the first step", (mistake is not None, facts, self.tied.samples()), self.group)
         refuse_difference("pipeline", [facts for _, facts, _ in answers])
         self.tied.check([samples for *_, samples in answers])
@@ -224,10 +249,14 @@ class Pipeline:
 
     def try_stages(self, inputs: Sequence[Any] | None) -> None:
         """Once, before the first step: whether each stage can take what it will be given. Collective. Raises
-        ConfigError on all ranks (trial.py)."""
+        ConfigError on all ranks (stage_call.py)."""
         if not self._has_tried:
-            try_stages(self.schedule, self.rank, self.stages, inputs, self.group)
+            try_stages(self.schedule, self.stages, inputs, self.group, **self.keywords_of(0))
             self._has_tried = True
+
+    def keywords_of(self, micro_batch: int) -> Mapping[str, Any]:
+        """That every stage of this rank gets with it, in this step."""
+        return {} if self._keywords is None else self._keywords[micro_batch]
 
     @property
     def runtime(self) -> Any:
@@ -291,7 +320,7 @@ class Pipeline:
             place = f"rank {self.rank} failed at {at}"
             self._failure = f"{place}: {type(error).__name__}: {error}"
             error.add_note(f"lowtide: {place}")
-        is_first = self._note is not None and self._note.write(self._failure)
+        is_first = self._note is not None and self._note.settle(self._failure) == self._failure
         if self.transport is not None:
             self.transport.give_up()
         if is_first:
@@ -367,15 +396,15 @@ class _Walk:
 
     def run(self, gradients: StepGradients, divide_by: float) -> None:
         self._gradients = gradients
-        schedule = self._schedule
+        self._pipeline.tied.begin()
         if self._transport is not None:
             shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
-            opening = Opening(schedule.num_micro_batches, divide_by, self._pipeline.has_changed())
-            self._transport.begin(opening, shapes, first=schedule.rank_of_stage[0])
+            self._transport.begin(shapes, has_changed=self._pipeline.has_changed(), divide_by=divide_by)
         walk(self._pipeline.runtime)
         if self.error is not None:
             raise self.error
         self.at = "its end"
+        self._pipeline.tied.refuse_written_buffers()
         self._pipeline.tied.exchange(gradients, self._transport)
         if self._transport is not None:
             self._waited("messages to go", self._transport.finish)
@@ -465,15 +494,16 @@ class _Walk:
         stage, micro_batch = chunk = action.stage, action.micro_batch
         module = self._pipeline.stages[stage]
         given: Any = ()
+        keywords = self._pipeline.keywords_of(micro_batch)
         is_first = self._pipeline.num_steps == 1 and micro_batch == 0
         before = _random_states(module) if is_first else ()
         with self._weights.forward(chunk) if chunk in self._split else contextlib.nullcontext():
             if stage == 0:
                 assert self._inputs is not None
                 given = self._inputs[micro_batch]
-                output = stage_call.call(module, given)
+                output = stage_call.call(module, given, keywords)
             else:
-                output = module(*leaves)
+                output = module(*leaves, **keywords)
             made = tree_leaves(output)
             if stage == self._schedule.num_stages - 1:
                 output = self._loss_of(output, micro_batch)
@@ -525,7 +555,7 @@ class _Walk:
     def _weight_gradient(self, action: Action) -> None:
         chunk = action.stage, action.micro_batch
         if chunk in self._split:
-            if not self._weights.num_calls:
+            if not self._weights.num_calls and not self._weights.may_be_idle:
                 raise ConfigError(
                     f"pipeline: '{self._schedule.name}' splits backwards, and no stage of this rank calls "
                     "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"

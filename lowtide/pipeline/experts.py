@@ -22,14 +22,15 @@ State. `model.state_dict()` has the keys that it had, and of the experts this ra
 
 Cost: gradients of the parameters that all ranks have are exchanged after the backward, not during it; each bucket is
 copied there and back. Before the split each rank needs main memory for all experts (or the model on `meta`).
-Not covered: experts of other classes (experts_transformers.py), numbers of experts that do not divide, FSDP2 or tensor
-parallelism on the same model, changing the model's experts implementation afterwards, `copy.deepcopy` of the split
-model (torch copies no process group).
+Not covered: experts of other classes than `KNOWN`, which are refused by name, for they may compute something else;
+numbers of experts that do not divide, FSDP2 or tensor parallelism on the same model, changing the model's experts
+implementation afterwards, `copy.deepcopy` of the split model (torch copies no process group).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,9 +40,9 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.pipeline.agree import facts_of_model, same_on_all
 from lowtide.pipeline.expert_block import WEIGHTS, SplitExperts
-from lowtide.pipeline.experts_transformers import FoundExperts, find_experts
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.private import experts_implementation
 from lowtide.tensors.ranks import any_rank
 
 _BUCKET_BYTES = 25 << 20
@@ -252,3 +253,61 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         buckets[-1].append(gradient)
         room -= gradient.nbytes
     return buckets
+
+
+# -- which modules hold experts ----------------------------------------------------------------------------------------
+
+
+KNOWN = ("Qwen3MoeExperts", "DeepseekV3Experts", "MixtralExperts")
+"""Classes whose experts were compared with ours to the bit."""
+_IMPLEMENTATIONS = {None: False, "eager": False, "grouped_mm": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundExperts:
+    """The experts of one block."""
+
+    name: str
+    """Dotted, in the model."""
+    block: nn.Module
+    """The module that they are a child of."""
+    attribute: str
+    experts: Any
+    is_grouped: bool
+    """Whether the model runs them as one grouped product."""
+
+
+def find_experts(model: nn.Module) -> list[FoundExperts]:
+    """The experts of all blocks. Raises ConfigError: none is there, or one that is not known."""
+    found = []
+    for name, module in model.named_modules():
+        above, _, attribute = name.rpartition(".")
+        if attribute != "experts":
+            continue
+        kind = type(module).__name__
+        if kind not in KNOWN or not type(module).__module__.startswith("transformers."):
+            raise ConfigError(
+                f"lowtide.pipeline.split_experts: '{name}' is of class {kind}; only the experts of transformers' "
+                f"{', '.join(KNOWN)} can be split"
+            )
+        implementation = experts_implementation(module.config)
+        if implementation not in _IMPLEMENTATIONS:
+            raise ConfigError(
+                f"lowtide.pipeline.split_experts: '{name}' runs by '{implementation}'; choose one that can be split: "
+                'model.set_experts_implementation("grouped_mm") or "eager"'
+            )
+        found.append(
+            FoundExperts(
+                name=name,
+                block=model.get_submodule(above),
+                attribute=attribute,
+                experts=module,
+                is_grouped=_IMPLEMENTATIONS[implementation],
+            )
+        )
+    if not found:
+        raise ConfigError(
+            f"lowtide.pipeline.split_experts: {type(model).__name__} has no experts; only the experts of transformers' "
+            f"{', '.join(KNOWN)} can be split"
+        )
+    return found

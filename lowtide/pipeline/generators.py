@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from lowtide.config.schedules import SCHEDULES
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule, as_v, in_rounds
 
@@ -265,24 +265,16 @@ def one_stage_overlap(num_ranks: int, num_micro_batches: int) -> Schedule:
     return Schedule("one_stage_overlap", num_micro_batches, (0,), (tuple(row.actions),))
 
 
-@dataclass(frozen=True, slots=True)
-class _Generator:
-    make: Callable[..., Schedule]
-    stages_per_rank: int | None
-    """None: as many as are asked for."""
-
-
-GENERATORS = {
-    "gpipe": _Generator(gpipe, 1),
-    "1f1b": _Generator(one_forward_one_backward, 1),
-    "interleaved": _Generator(interleaved, None),
-    "interleaved_overlap": _Generator(interleaved_overlap, None),
-    "zb_v": _Generator(zb_v, 2),
-    "dualpipev": _Generator(dualpipev, 2),
-    "one_stage_overlap": _Generator(one_stage_overlap, 1),
+GENERATORS: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "interleaved_overlap": interleaved_overlap,
+    "zb_v": zb_v,
+    "dualpipev": dualpipev,
+    "one_stage_overlap": one_stage_overlap,
 }
-
-
+"""`config/schedules.py` has what else is known of each."""
 MOST_FORWARDS = 2**18
 """Of all ranks together in one step. A schedule of so many is made in seconds; each takes about a kilobyte."""
 
@@ -296,22 +288,21 @@ def make_schedule(name: str, *, num_ranks: int, num_micro_batches: int, stages_p
     for what, number in (("ranks", num_ranks), ("micro-batches", num_micro_batches)):
         if number < 1:
             raise ConfigError(f"pipeline: the number of {what} must be at least 1, not {number}")
-    generator = GENERATORS[name]
-    num_stages = num_ranks * (stages_per_rank or generator.stages_per_rank or 2)
+    make, own = GENERATORS[name], SCHEDULES[name].stages_per_rank
+    num_stages = num_ranks * (stages_per_rank or own or 2)
     if num_stages * num_micro_batches > MOST_FORWARDS:
         raise ConfigError(
             f"pipeline: {num_stages} stages x {num_micro_batches} micro-batches are {num_stages * num_micro_batches} "
             f"forward passes in one schedule, of at most {MOST_FORWARDS}; take fewer of one of them"
         )
     if stages_per_rank is None:
-        return generator.make(num_ranks, num_micro_batches)
-    if generator.stages_per_rank is None:
+        return make(num_ranks, num_micro_batches)
+    if own is None:
         if stages_per_rank < 1:
             raise ConfigError(f"pipeline: the number of stages of a rank must be at least 1, not {stages_per_rank}")
-        return generator.make(num_ranks, num_micro_batches, stages_per_rank)
-    if stages_per_rank != generator.stages_per_rank:
+        return make(num_ranks, num_micro_batches, stages_per_rank)
+    if stages_per_rank != own:
         raise ConfigError(
-            f"pipeline: '{name}' has stages_per_rank {generator.stages_per_rank}, not {stages_per_rank}; "
-            "'interleaved' takes any number"
+            f"pipeline: '{name}' has stages_per_rank {own}, not {stages_per_rank}; 'interleaved' takes any number"
         )
-    return generator.make(num_ranks, num_micro_batches)
+    return make(num_ranks, num_micro_batches)

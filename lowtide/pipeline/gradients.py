@@ -1,24 +1,225 @@
-"""The gradients of a rank during one step: added up raw, apart for each stage, and divided once, at the end.
+"""The gradients of a rank during one step: added up raw, apart for each stage, divided once; weights that stages share.
 
 What: at its beginning a step sets the gradients that are there aside. Weights that several stages have (tied
 embeddings) get one sum for each stage: `of_stage` puts the sum of a stage in place while its backward runs. At the end
-the sums of the stages are added in the order of the stages, those of other ranks among them (tied.py), divided, and
-added to what was set aside.
+the sums of the stages are added in the order of the stages, divided, and added to what was set aside.
 Why apart: the stages of a V take turns, in an order that differs from that of one process, and so would the rounding.
-Cost: for a shared weight one more gradient for each stage; for gradients that are kept from step to step (not set to
-None) one more of each during the step.
-Not covered: hooks that use a gradient up as soon as it is added (optimizers that step inside the backward), for it is
-not yet divided then.
+Where stages of several ranks share a weight, each rank has a copy. After its last action it sends the raw sums of its
+stages to the others, so all have one gradient, and optimizers with the same settings keep the copies equal, which is
+compared in each step. A buffer that several stages have may be read; one that a stage has written is refused by name.
+`find_ties` finds both by identity in all stages of a model. A rank that is given its own
+stages only cannot; then weights with the same values on two ranks are refused until `tied=` says what they are.
+`gradient_norm` is that of the whole model in one process, to the bit: norms of single weights, in the order of the
+stages, a shared weight at its first place.
+Bits: those of one process that adds up the uses of each stage apart, and their sums last, first stage first.
+Cost: for a shared weight one more gradient for each stage, and each step one message between its ranks; a sample of
+each weight once; for gradients that are kept from step to step one more of each during the step.
+Not covered: hooks that use a gradient up as soon as it is added, for it is not yet divided then; a shared weight whose
+elements are all equal when training begins, on stages that `find_ties` has not seen; the other norms of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.pipeline.schedule import Kind, Result
+from lowtide.tensors.fsdp import is_sharded, local_part, whole_of
+from lowtide.tensors.private import version_of
+from lowtide.tensors.ranks import gather
+
+_SAMPLED = 64
+"""Elements of a weight that are compared."""
+
+
+class Place(NamedTuple):
+    """Where a weight is."""
+
+    stage: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"'{self.name}' of stage {self.stage}"
+
+
+Tie = tuple[Place, ...]
+"""The places of one weight or buffer, in the order of the stages, one in each."""
+
+
+def find_ties(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """The weights and buffers that several stages have. `stages`: all those of a model, in order."""
+    places: dict[torch.Tensor, list[Place]] = defaultdict(list)
+    for number, stage in enumerate(stages):
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            places[tensor].append(Place(number, name))
+    return tuple(tuple(every) for every in places.values() if len(every) > 1)
+
+
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of some elements, spread over this rank's part of it."""
+    local = local_part(tensor).detach()
+    return local.reshape(-1)[:: max(1, local.numel() // _SAMPLED)][:_SAMPLED].clone()
+
+
+def sample_of(weight: torch.Tensor) -> bytes | None:
+    """Some of its elements, equal for equal weights. None: they say nothing, for they are all the same or not there."""
+    sample = elements_of(weight)
+    if sample.is_meta or sample.numel() < 2 or bool((sample == sample[0]).all()):
+        return None
+    return sample.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def described(weight: torch.Tensor) -> tuple[str, tuple[int, ...], bytes] | None:
+    """What two copies of one weight have in common; None where it says nothing. Plain, so that it can travel."""
+    sample = sample_of(weight)
+    return None if sample is None else (str(weight.dtype), tuple(weight.shape), sample)
+
+
+def refuse_look_alikes(ranks: Sequence[Mapping[Place, Any]]) -> None:
+    """Raises ConfigError where stages of two ranks have equal weights. `ranks`: of each one, what `described` says."""
+    seen: dict[Any, tuple[int, Place]] = {}
+    for rank, places in enumerate(ranks):
+        for place, words in places.items():
+            if words is None:
+                continue
+            first_rank, first = seen.setdefault(words, (rank, place))
+            if first_rank != rank:
+                raise ConfigError(
+                    f"pipeline: {first} (rank {first_rank}) and {place} (rank {rank}) have the same values. If they "
+                    "are one weight, give tied=find_ties(stages) with all stages of the model; if they only begin "
+                    "alike, give tied=()"
+                )
+
+
+class TiedWeights:
+    """Of one rank: the weights that it shares with others, and buffers that several stages have."""
+
+    def __init__(
+        self,
+        ties: Sequence[Tie],
+        weights: Mapping[Place, torch.Tensor],
+        rank_of_stage: Sequence[int],
+        rank: int,
+        stages: Mapping[int, nn.Module] | None = None,
+    ) -> None:
+        """weights: those of the rank, by place. Raises ConfigError for a place of the rank that has no weight, and is
+        no buffer of the stage."""
+        self._rank_of_stage, self._rank = rank_of_stage, rank
+        self._stages = stages or {}
+        self._buffers: list[tuple[Tie, list[Place]]] = []
+        """Places, and those that are here."""
+        self._versions: dict[Place, tuple[torch.Tensor | None, int]] = {}
+        """Of these buffers, when the step began."""
+        self._ties: list[tuple[int, Tie, dict[Place, torch.Tensor]]] = []
+        """Number, places, and which of them are here."""
+        for number, tie in enumerate(ties):
+            here = [place for place in tie if rank_of_stage[place.stage] == rank]
+            if here and not any(place in weights or self._buffer(place) is None for place in here):
+                self._buffers.append((tie, here))
+                continue
+            for place in here:
+                if place not in weights:
+                    raise ConfigError(f"pipeline: tied= names {place}, which has no weight of this name")
+            own = {place: weights[place] for place in tie if place in weights}
+            if len({rank_of_stage[place.stage] for place in tie}) > 1 and any(map(is_sharded, own.values())):
+                raise ConfigError(f"pipeline: {tie[0]} is shared between ranks and sharded, which is not covered")
+            if own and len(set(map(id, own.values()))) + len(tie) - len(own) > 1:
+                self._ties.append((number, tie, own))
+
+    @property
+    def weights(self) -> set[torch.Tensor]:
+        """Those of this rank that have another copy."""
+        return {weight for _, _, own in self._ties for weight in own.values()}
+
+    @property
+    def num_bytes(self) -> int:
+        """That the sums of other ranks and the whole sums take."""
+        return sum(weight.nbytes * (len(tie) - len(own) + 1) for _, tie, own in self._ties for weight in own.values())
+
+    def counted_elsewhere(self) -> set[torch.Tensor]:
+        """Weights of this rank whose first copy is at another place: a norm of the whole model counts that one."""
+        return {weight for _, tie, own in self._ties for weight in own.values() if own.get(tie[0]) is not weight}
+
+    def samples(self) -> dict[Place, bytes | None]:
+        """Of all copies on this rank."""
+        return {place: sample_of(weight) for _, _, own in self._ties for place, weight in own.items()}
+
+    def check(self, ranks: Sequence[Mapping[Place, bytes | None]]) -> None:
+        """Raises ConfigError where two copies differ. ranks: the samples of each."""
+        everywhere = {place: (rank, sample) for rank, own in enumerate(ranks) for place, sample in own.items()}
+        for _, tie, _ in self._ties:
+            (first_rank, first), *others = [everywhere[place] for place in tie]
+            for place, (rank, sample) in zip(tie[1:], others, strict=True):
+                if sample != first:
+                    raise _unequal(tie[0], first_rank, place, rank)
+
+    def _buffer(self, place: Place) -> torch.Tensor | None:
+        """None where the stage has no buffer of this name."""
+        return dict(self._stages[place.stage].named_buffers()).get(place.name) if place.stage in self._stages else None
+
+    def _now(self, place: Place) -> tuple[torch.Tensor | None, int]:
+        buffer = self._buffer(place)
+        return buffer, 0 if buffer is None else version_of(buffer)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._versions = {place: self._now(place) for _, own in self._buffers for place in own}
+
+    def refuse_written_buffers(self) -> None:
+        """After the actions of a step. Raises ConfigError for a shared buffer that a stage has written: one process
+        would see what all stages write, in another order."""
+        for tie, own in self._buffers:
+            for place in own:
+                (buffer, version), (now, version_now) = self._versions[place], self._now(place)
+                if now is not buffer or version_now != version:
+                    others = " and ".join(str(other) for other in tie if other != place)
+                    raise ConfigError(
+                        f"pipeline: {place} is one buffer with {others}, and stage {place.stage} has written it, which "
+                        "no other rank sees; give each stage a buffer of its own"
+                    )
+
+    def exchange(self, gradients: StepGradients, transport: Any) -> None:
+        """Give each copy the sums of all others. All ranks come to it after their last action."""
+        for number, tie, own in self._ties:
+            others = {self._rank_of_stage[place.stage] for place in tie} - {self._rank}
+            for place, weight in own.items():
+                message = (gradients.sum_of(place.stage, weight), elements_of(weight))
+                for other in sorted(others):
+                    transport.send(_result_of(place, number), message, to=other)
+            for place in tie:
+                if place not in own:
+                    transport.ask(_result_of(place, number), source=self._rank_of_stage[place.stage])
+        for number, tie, own in self._ties:
+            sums = {place: gradients.sum_of(place.stage, weight) for place, weight in own.items()}
+            for place in tie:
+                if place not in own:
+                    sums[place], sample = transport.read(_result_of(place, number))
+                    self._compare(own, place, sample)
+            for place, given in sums.items():
+                for weight in own.values():
+                    gradients.add_remote(place.stage, weight, None if given is None else given.clone())
+
+    def _compare(self, own: Mapping[Place, torch.Tensor], place: Place, sample: torch.Tensor) -> None:
+        for here, weight in own.items():
+            if not torch.equal(elements_of(weight), sample):
+                raise _unequal(here, self._rank, place, self._rank_of_stage[place.stage])
+
+
+def _unequal(one: Place, its_rank: int, other: Place, others_rank: int) -> ConfigError:
+    return ConfigError(
+        f"pipeline: {one} (rank {its_rank}) and {other} (rank {others_rank}) are one weight and have other values; "
+        "begin with the same, and give their optimizers the same settings"
+    )
+
+
+def _result_of(place: Place, number: int) -> Result:
+    return Result(Kind.BACKWARD_WEIGHT, place.stage, number)
 
 
 class StepGradients:
@@ -100,3 +301,29 @@ class StepGradients:
         """After a step that failed: the gradients are those from before it."""
         for weight, before in self._before.items():
             weight.grad = before
+
+
+# -- their norm --------------------------------------------------------------------------------------------------------
+
+
+_Norms = dict[int, list[tuple[torch.dtype, float]]]
+"""Of the weights of each stage, with the dtype of their gradients."""
+
+
+def gradient_norm(
+    weights: Mapping[int, Sequence[torch.Tensor]], elsewhere: Collection[torch.Tensor], group: Any
+) -> torch.Tensor:
+    """Collective. weights: of each stage of the rank. elsewhere: those that another place counts."""
+    seen = set(elsewhere)
+    own: _Norms = {}
+    for stage, each in sorted(weights.items()):
+        own[stage] = []
+        for weight in each:
+            if weight.grad is not None and weight not in seen:
+                norm = whole_of(torch.nn.utils.get_total_norm([weight.grad]))
+                own[stage].append((norm.dtype, float(norm)))
+            seen.add(weight)
+    stages = {stage: norms for rank in gather(own, group) for stage, norms in rank.items()}
+    norms = [torch.tensor(norm, dtype=dtype) for _, every in sorted(stages.items()) for dtype, norm in every]
+    device = next((weight.device for each in weights.values() for weight in each), torch.device("cpu"))
+    return torch.nn.utils.get_total_norm(norms).to(device)

@@ -1,14 +1,15 @@
 """What a rank of a pipeline holds while it computes: the chunks in flight and the messages, moment by moment. No clock.
 
-What: `live_chunks_of` walks a rank's row. A *moment* is one action that computes, or the two of a pair; it says which
-other chunks of the rank are alive meanwhile, and which messages its memory may hold. Moments that hold less than
-another are left out, so a few remain whatever the number of micro-batches.
-A chunk is alive from its forward to the end of the backward that reads its activations (B, or I where weight gradients
-are not put off).
+What: `live_mixes` counts the chunks of each stage along a row. `live_chunks_of` adds what else is there: a *moment* is
+one action that computes, or the two of a pair; it says which other chunks of the rank are alive meanwhile, and which
+messages its memory may hold. Moments that hold less than another are left out, so a few remain whatever the number of
+micro-batches.
+A chunk is alive from its forward to the end of the backward that reads its activations: B, or W of a backward that is
+split (in a moment: I, since nothing is put off where a budget is planned).
 A message that was asked for is counted until it is read. One that was sent is counted until this rank knows that its
 reader has begun: by a message that came back, through however many ranks. So the count holds for any speed of any rank,
 as the executor then waits until the thread that sends has let go of it (`read_by_then`).
-Cost: actions times ranks. Not covered: weight gradients that are put off (what a chunk keeps from I to W).
+Cost: actions times ranks. Not covered: what a chunk keeps from I to W.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from lowtide.pipeline.schedule import (
     made_by,
 )
 
+HEAD_BYTES = 1024
+"""Of a message, beside its tensors."""
 MessageKind = tuple[Kind, int]
 """FORWARD: the output of this stage. BACKWARD: the gradient of its input."""
 
@@ -93,7 +96,7 @@ def _walk(schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_o
     place = _reader_positions(schedule)
     live: Counter[int] = Counter(dict.fromkeys(schedule.stages_of(rank), 0))
     waiting: set[Result] = set()
-    """PlanRequest for, or made here for this very rank, and not read yet."""
+    """Asked for, or made here for this very rank, and not read yet."""
     sent: set[Result] = set()
 
     def moment(running: tuple[Action, ...]) -> Moment:
@@ -180,3 +183,66 @@ def _known_positions(schedule: Schedule, rank: int) -> list[dict[int, int]]:
                 is_moving = True
     assert all(len(of_rank) == len(row) for of_rank, row in zip(known, schedule.actions, strict=True))
     return known[rank]
+
+
+# -- what a whole row shows --------------------------------------------------------------------------------------------
+
+
+def live_mixes(schedule: Schedule, rank: int) -> list[tuple[int, ...]]:
+    """For each action of a rank, how many chunks of each of its stages are alive while it runs."""
+    live = dict.fromkeys(schedule.stages_of(rank), 0)
+    found = []
+    for every in schedule.actions[rank]:
+        for action in every.parts:
+            live[action.stage] += action.kind is Kind.FORWARD
+        found.append(tuple(live.values()))
+        for action in every.parts:
+            live[action.stage] -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    return found
+
+
+def peak_live_chunks(schedule: Schedule) -> tuple[int, ...]:
+    """Of each rank, the most chunks whose activations it holds at once. Holds for any durations."""
+    return tuple(max(map(sum, live_mixes(schedule, rank)), default=0) for rank in range(schedule.num_ranks))
+
+
+def peak_receives(schedule: Schedule) -> tuple[int, ...]:
+    """Of each rank, the most messages that it has asked for and not begun to read: the receive buffers that it needs
+    beside its live chunks."""
+    peaks = []
+    for row in schedule.actions:
+        waiting = set()
+        peak = 0
+        for every in row:
+            for action in every.parts:
+                if action.kind in RECEIVES:
+                    waiting.add(carried_by(action))
+                elif action.kind not in TRANSFERS:
+                    waiting.difference_update(schedule.needs(action))
+            peak = max(peak, len(waiting))
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def paired_share(schedule: Schedule) -> tuple[float, ...]:
+    """Of each rank, the share of its forwards and backwards that run in pairs. No overlap of communication with the
+    other half of a pair can hide a larger share of it: a figure of overlap means nothing without this one."""
+    shares = []
+    for rank, row in enumerate(schedule.actions):
+        num_pairs = sum(isinstance(action, Pair) for action in row)
+        shares.append(num_pairs / (schedule.num_micro_batches * len(schedule.stages_of(rank))))
+    return tuple(shares)
+
+
+def is_in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds up its weight gradients in the order of the micro-batches. Then sums are those of one
+    process that does the micro-batches one after another, to the bit; else only up to rounding."""
+    last: dict[int, int] = {}
+    for row in schedule.actions:
+        for every in row:
+            for action in every.parts:
+                if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    if action.micro_batch < last.get(action.stage, 0):
+                        return False
+                    last[action.stage] = action.micro_batch
+    return True

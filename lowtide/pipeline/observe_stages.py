@@ -4,7 +4,8 @@ What: `observe_stages` is called by all ranks. The largest micro-batch goes from
 the pipeline; each stage observes a whole step of it, forward and backward (one extra step that leaves no trace, and
 whose saved activations are elsewhere meanwhile). The last stage's step has the loss in it.
 Where stages exchange rows with other ranks (experts), how many come is up to the routing. So `with_rows_of_all` takes
-all micro-batches through the stages, forward alone, and counts their rows (turns.py has what follows from them).
+all micro-batches through the stages, forward alone, and counts their rows (turns.py has what follows from them). Inside
+an `ExchangeWatch` the exchanges of this thread are as ever, and written down; it stands where a half of a pair stands.
 Why through messages: what a stage is given in the real step has just that shape, dtype and need of a gradient.
 Cost: one step of one micro-batch, one stage after the other; with exchanges the forwards of all others too. Not
 covered: what the loss saves is kept and counted, since it is the caller's own function, which hooks of a stage do not
@@ -13,29 +14,33 @@ see.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
+from lowtide.pipeline.exchange import Half, Home, Route, Work, running_half, start_on_group
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
 from lowtide.pipeline.stage_call import Tensors, as_tuple
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
-from lowtide.pipeline.watch import ExchangeWatch
 from lowtide.pipeline.weight_gradients import weights_behind
 from lowtide.profiling.observe_call import observe_call
-from lowtide.profiling.observe_step import device_of, untouched
-from lowtide.profiling.step_recorder import OUTSIDE
+from lowtide.profiling.observe_step import device_of
+from lowtide.profiling.step_record import OUTSIDE
+from lowtide.profiling.step_recorder import StepRecorder
+from lowtide.profiling.untouched import untouched
 from lowtide.tensors.live_bytes import unique_bytes
-from lowtide.tensors.private import disable_current_modes, next_sequence_number, tree_leaves
+from lowtide.tensors.private import disable_current_modes, dispatch_modes, next_sequence_number, tree_leaves
 from lowtide.tensors.ranks import gather
 
 
@@ -251,3 +256,88 @@ def _bytes_of(tree: Any, *, with_gradient: bool = False) -> int:
     if with_gradient:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.requires_grad)
     return unique_bytes(tensors)
+
+
+# -- its exchanges -----------------------------------------------------------------------------------------------------
+
+
+class ExchangeWatch:
+    """A half without a partner, and its own home."""
+
+    def __init__(self, start: Any = start_on_group) -> None:
+        """`start`: starts an exchange, as `Overlap` takes it."""
+        self._start = start
+        self._started: list[Exchange] = []
+        self._recorder: StepRecorder | None = None
+        self._token: contextvars.Token | None = None
+        self.backward_half: Half | None = None
+
+    @property
+    def home(self) -> Home:
+        return self
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """In the order in which they were started."""
+        return tuple(self._started)
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Of each: rows sent, rows received."""
+        return [(each.num_sent, each.num_received) for each in self._started]
+
+    def check(self, x: torch.Tensor) -> None:
+        """A half of a pair refuses modules of FSDP2 here; alone they are right."""
+
+    def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
+        recorder = next((mode for mode in dispatch_modes() if isinstance(mode, StepRecorder)), None)
+        if recorder is not self._recorder:  # a step that is observed once more
+            self._recorder = recorder
+            self._started.clear()
+        at = 0 if recorder is None else recorder.num_ops
+        work = self._start(rows, sent, route)
+        self._started.append(
+            Exchange(
+                start=at,
+                wait=at + 1,
+                num_sent=len(sent),
+                num_received=len(rows),
+                nbytes=rows.nbytes,
+                num_ranks=len(route.input_splits),
+                takes_turn=rows.is_floating_point() or rows.is_complex(),
+            )
+        )
+        return _Watched(self, len(self._started) - 1, work)
+
+    def waited(self, number: int) -> None:
+        """The exchange with this number is about to be waited for."""
+        if self._recorder is not None:
+            each = self._started[number]
+            self._started[number] = dataclasses.replace(each, wait=max(each.wait, self._recorder.num_ops))
+
+    def __enter__(self) -> ExchangeWatch:
+        self._token = running_half.set(self)
+        self.backward_half = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._token is not None
+        running_half.reset(self._token)
+        self.backward_half = None
+
+
+class _Watched:
+    """A collective of a watched stage."""
+
+    __slots__ = ("_number", "_watch", "_work")
+
+    def __init__(self, watch: ExchangeWatch, number: int, work: Work) -> None:
+        self._watch = watch
+        self._number = number
+        self._work = work
+
+    def wait(self) -> None:
+        self._watch.waited(self._number)
+        self._work.wait()

@@ -11,33 +11,39 @@ Of a pair whose halves take turns both chunks are computed at once: each gets a 
 operators (turns.py), and what is left of it is what the operator finds taken.
 Why it is safe: no number is averaged. If each chunk in flight holds no more than its turn allows, then at each moment
 of the schedule state, chunks, messages and the chunks that run are within the budget.
-Cost: about ten solutions a stage. Not covered: plans that differ from one micro-batch to the next, which could keep
-more of those that are in flight for a short time only; a gap to the fastest plan; the time that a rank waits for
-others.
+With `memory.optimizer: swap` the state that can move is on the next tier while micro-batches run, and comes and goes
+through three buckets while the optimizer steps; with `auto` as much of it moves as makes the step shortest. It does not
+move during backward: the end of one backward is no sign that the step of the optimizer is near.
+Cost: about ten solutions a stage, up to five times that with `auto`. Not covered: plans that differ from one
+micro-batch to the next, which could keep more of those that are in flight for a short time only; a gap to the fastest
+plan; the time that a rank waits for others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import OptimizerPlacement
-from lowtide.core.fate import Fate
+from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile, Site, StateBytes
+from lowtide.core.profile import Profile, StateBytes
 from lowtide.errors import BudgetError
-from lowtide.pipeline.live_chunks import MessageKind, Moment
+from lowtide.pipeline import turns
+from lowtide.pipeline.live_chunks import HEAD_BYTES, MessageKind, Moment
 from lowtide.pipeline.schedule import Kind
-from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, shares_of, slots_of
+from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, slots_of, with_turn
 from lowtide.planner.by_rules import floor_of_kept, problem_of
 from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.planner.place_state import NUM_SLOTS, bucket_size, refuse_without_effect, shares_of
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import Problem
 from lowtide.planner.rerun_layers import can_rerun
+from lowtide.planner.state_items import StateShares
 from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, printed_up
@@ -50,6 +56,8 @@ _GAIN = 1e-3
 """Nobody measures less."""
 _SLACK_SHARE = 64
 """A chunk may hold this share more than the least there is: whole activations leave a little later than in theory."""
+_PARTS = (1.0, 0.75, 0.5, 0.25)
+"""Of the optimizer's state that can move; most is tried first, since it fits if anything does."""
 _NO_LIMIT = 2**50
 """Bytes that no rank has."""
 
@@ -219,7 +227,7 @@ class _Search:
             if (stage, True) not in pair and (stage, False) not in pair:
                 continue
             room = budget_bytes - _state_bytes(self.task.state) - rest - self._input_bytes(moment)
-            own = shares_of(
+            own = turns.shares_of(
                 (self.task.chunks[ahead].halves[0], self.needs[ahead]),
                 (self.task.chunks[behind].halves[1], self.needs[behind]),
                 room,
@@ -389,41 +397,6 @@ def _problem_under(profile: Profile, config: MemoryConfig, plan: Plan) -> tuple[
     return problem, [fate_of.get(name, Fate.KEEP) for name in names]
 
 
-HEAD_BYTES = 1024
-"""Of a message, beside its tensors."""
-
-
-def with_turn(profile: Profile, beside: np.ndarray, *, turn_bytes: int) -> Profile:
-    """The same step with so many bytes more at each operator, and one of no time between forward and backward, at which
-    there are `turn_bytes` beside what the step itself holds then."""
-    turn = profile.num_forward_ops
-    # Alive at the turn is what both neighbours have.
-    around = min(profile.op_bytes[turn - 1 : turn + 1])
-    made = profile.op_gradient_bytes[turn - 1]
-
-    def column(values: Sequence, at_turn: object) -> tuple:
-        return (*values[:turn], at_turn, *values[turn:])
-
-    nbytes = [own + more for own, more in zip(profile.op_bytes, beside.tolist(), strict=True)]
-    return dataclasses.replace(
-        profile,
-        op_names=column(profile.op_names, "the turn from forward to backward"),
-        op_seconds=column(profile.op_seconds, 0.0),
-        op_bytes=column(nbytes, around + turn_bytes),
-        op_gradient_bytes=column(profile.op_gradient_bytes, made),
-        nodes=tuple(_past_turn(node, turn) for node in profile.nodes),
-    )
-
-
-def _past_turn(node: Site, turn: int) -> Site:
-    return dataclasses.replace(
-        node,
-        dies=node.dies + (node.dies > turn),
-        reads=tuple(read + (read >= turn) for read in node.reads),
-        release=node.release + (node.release > turn),
-    )
-
-
 def _state_bytes(state: StateBytes) -> int:
     return state.parameters + state.buffers + state.optimizer + state.inputs + state.gradients
 
@@ -431,3 +404,72 @@ def _state_bytes(state: StateBytes) -> int:
 def _seconds(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.step_seconds + plan.predicted.check_seconds
+
+
+# -- beside an optimizer's state ---------------------------------------------------------------------------------------
+
+
+def plan_rank_with_state(task: RankTask) -> RankPlan:
+    """The fastest that was found, with where the state is. Raises `BudgetError` where nothing fits, and `ConfigError`
+    where `memory.optimizer` is `swap` and main memory has no room."""
+    wanted = task.config.optimizer
+    state, config = task.state, dataclasses.replace(task.config, optimizer="keep")
+    temporaries = max(state.optimizer_temporaries, task.between_bytes)
+    task = dataclasses.replace(task, config=config)
+    kept = dataclasses.replace(task, state=dataclasses.replace(state, optimizer_temporaries=temporaries))
+    if wanted == "keep":
+        return plan_rank(kept)
+    if wanted == "swap" and state.optimizer_movable:
+        refuse_without_effect(state, task.config.host_budget)
+    shares = shares_of(task.state, task.link, task.config.host_budget, may_stay=True)
+    if shares is None:
+        return plan_rank(kept)
+    if wanted == "swap":
+        return _with_moved(task, shares, len(shares.sizes), "memory.optimizer asks for it")
+    found: list[RankPlan] = []
+    refusals: list[BudgetError] = []
+    numbers = [0, *dict.fromkeys(max(1, round(part * len(shares.sizes))) for part in _PARTS)]
+    for number in numbers:
+        try:
+            reason = "its memory is worth more to chunks in flight than its copies cost"
+            found.append(_with_moved(task, shares, number, reason) if number else plan_rank(kept))
+        except BudgetError as error:
+            refusals.append(error.with_traceback(None))  # its frames would be a cycle
+            continue
+        if number == 0 and all(plan.does_nothing for plan in found[0].plans.values()):
+            break
+    if not found:
+        raise min(refusals, key=lambda error: error.floor_bytes)
+    return min(found, key=lambda plan: _seconds_of_step(task, plan))
+
+
+def _with_moved(task: RankTask, shares: StateShares, number: int, reason: str) -> RankPlan:
+    """With the last `number` shares elsewhere between steps."""
+    moved_bytes = sum(shares.sizes[-number:])
+    state, host_bytes = task.state, task.config.host_budget
+    left = dataclasses.replace(
+        state,
+        optimizer=state.optimizer - moved_bytes,
+        # Also what stays is stepped bucket by bucket.
+        optimizer_temporaries=max(shares.temporaries + shares.slot_bytes, task.between_bytes),
+    )
+    limits = dataclasses.replace(task.config, host_budget=None if host_bytes is None else host_bytes - moved_bytes)
+    found = plan_rank(dataclasses.replace(task, state=left, config=limits))
+    device = next(iter(task.chunks.values())).profile.device
+    placement = OptimizerPlacement(
+        moved_bytes=moved_bytes,
+        resident_bytes=state.optimizer_movable - moved_bytes,
+        tier=Tier.DISK if device == "cpu" else Tier.HOST,
+        bucket_bytes=bucket_size(state, task.link),
+        num_slots=NUM_SLOTS,
+        overlap="step",
+        exposed_seconds=sum(shares.streamed_seconds[-number:]),
+        reason=reason,
+    )
+    return dataclasses.replace(found, optimizer=placement)
+
+
+def _seconds_of_step(task: RankTask, plan: RankPlan) -> float:
+    """Of a step, as far as plans differ."""
+    exposed = 0.0 if plan.optimizer is None else plan.optimizer.exposed_seconds
+    return task.num_micro_batches * sum(plan.step_seconds.values()) + exposed

@@ -1,74 +1,175 @@
-"""Pairs of ours inside torch's own pipeline schedules, for those who train with `torch.distributed.pipelining`.
+"""lowtide on a pipeline schedule of torch's: rules or a budget for its stages, put-off weight gradients, and pairs.
 
-What: `attach_overlap(schedule, run_pair)` registers a function for the action OVERLAP_F_B, in which torch's runtime
-does a forward and then a backward. The function does what the runtime does around both (receives, loss, the turn of a
-V), and gives the two computations to `run_pair`, which may carry them out together.
-Why a function of the runtime: it is the place that torch documents for it. All else stays torch's, also its memory.
-Cost: none of its own.
-Not covered: keyword arguments of the loss, which torch does not hand to such a function; sends inside a pair: torch's
-schedules place them after it.
+What: `attach(schedule)` takes the rows of the schedule (torch's Schedule1F1B, ScheduleZBVZeroBubble, ...), proves them,
+and has them carried out by a `Pipeline` (execute.py) on the modules of its stages. `schedule.step` and what it is given
+stay: torch splits the batch, fills `losses` and merges outputs. With rules each stage follows them; with a budget all
+ranks plan in the first step (budget.py). Where the schedule splits backwards, a stage does its backward once, in I, and
+what `linear` and `grouped_linear` put off in W; torch's own split walks the graph for each, and runs a recomputed layer
+again both times. `run_pair=Overlap().run_pair` has the two halves of a pair hide each other's exchanges.
+Why not functions registered with their runtime: their stages would still hold buffers, outputs and sends of all
+micro-batches to the end of the step, which a budget cannot hold.
+Cost: that of `Pipeline`. Not covered: arguments of the loss (`loss_kwargs`) and skip connections, refused by name;
+`schedule.eval` is torch's own. Gradients of earlier steps that were not set to None are not divided once more, as
+torch does.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from lowtide.config.memory import load_memory
 from lowtide.errors import ConfigError
+from lowtide.pipeline.budget import StagePlans, fit_stages
+from lowtide.pipeline.execute import Pipeline, RunPair, one_after_the_other
+from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.gradients import Tie
+from lowtide.pipeline.schedule import Kind, Pair, Schedule, from_csv
+from lowtide.pipeline.weight_gradients import WeightGradients
+from lowtide.runtime.autopilot.plan_model import merged_config
+from lowtide.runtime.session.apply import apply
+from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.private import (
-    await_unshard,
-    make_stage_loss,
+    replace_step,
+    restore_step,
+    schedule_loss,
     schedule_micro_batches,
     schedule_stages,
-    stage_loss,
 )
+from lowtide.tensors.ranks import ALONE
 
-Half = Callable[[], None]
-
-
-def attach_overlap(schedule: Any, run_pair: Callable[[Half, Half], None]) -> None:
-    """From now on the pairs of `schedule` (such as torch's ScheduleDualPipeV) are carried out by `run_pair(forward,
-    backward)`. On every rank that has pairs, before its first step. Raises ConfigError for a schedule without pairs."""
-    from torch.distributed.pipelining.schedules import OVERLAP_F_B
-
-    register = getattr(schedule, "register_custom_function", None)
-    if register is None:
-        raise ConfigError(
-            f"attach_overlap: {type(schedule).__name__} has no pairs of a forward and a backward; use ScheduleDualPipeV"
-        )
-    register(OVERLAP_F_B, functools.partial(_carry_out, run_pair))
+_CALL = "lowtide.pipeline.attach"
+_SINGLE = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
+"""Schedules with one stage on each rank."""
 
 
-def _carry_out(run_pair: Callable[[Half, Half], None], action: Any, context: Any) -> None:
-    forward, backward = action.sub_actions
-    schedule = context.schedule_ref
-    stages = {stage.stage_index: stage for stage in schedule_stages(schedule)}
-    for part, received in ((forward, schedule.fwd_recv_ops), (backward, schedule.bwd_recv_ops)):
-        await_unshard(schedule, stages[part.stage_index])
-        for work in received.pop((part.stage_index, part.microbatch_index), ()):
-            work.wait()
-    run_pair(lambda: _forward(forward, context, stages), lambda: _backward(backward, schedule, stages))
+def attach(
+    schedule: Any,
+    *,
+    memory: Any = None,
+    budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    run_pair: RunPair = one_after_the_other,
+    tied: Sequence[Tie] | None = None,
+    engine: Any = None,
+    say: Callable[[str], None] | None = None,
+) -> Attached:
+    """On all ranks, before the first step of `schedule` (torch's Schedule1F1B, ScheduleZBVZeroBubble, ...).
 
-
-def _forward(action: Any, context: Any, stages: dict[int, Any]) -> None:
-    number, micro_batch = action.stage_index, action.microbatch_index
-    stage = stages[number]
-    output = stage.forward_one_chunk(micro_batch, context.arg_mbs[micro_batch], context.kwarg_mbs[micro_batch])
-    make_stage_loss(context.schedule_ref, stage, output, context.target_mbs, micro_batch)
-    if number + 1 in stages:
-        stages[number + 1].set_local_fwd_input(output, micro_batch)
-
-
-def _backward(action: Any, schedule: Any, stages: dict[int, Any]) -> None:
-    number, micro_batch = action.stage_index, action.microbatch_index
-    stage = stages[number]
-    schedule.backward_counter[number] += 1
-    stage.backward_one_chunk(
-        micro_batch,
-        loss=stage_loss(schedule, stage, micro_batch),
-        full_backward=True,
-        last_backward=schedule.backward_counter[number] == schedule_micro_batches(schedule),
+    memory: rules for each stage, as for `lowtide.apply`, or a section with a budget. budget: bytes on the device of
+    each rank, for all its stages. optimizer: that of all parameters of the rank, whose state counts. run_pair, tied: as
+    for `Pipeline`. Undone by `remove()`. Raises ConfigError on all ranks for a mistake on any.
+    """
+    stages = schedule_stages(schedule)
+    for stage in stages:
+        if stage.dw_builder is not None:
+            raise ConfigError(
+                f"{_CALL}: stage {stage.stage_index} has a dw_builder, and attach puts weight gradients off by itself; "
+                "leave dw_builder out"
+            )
+    config = None if memory is None else load_memory(memory)
+    has_budget = budget is not None or (config is not None and config.has_budget)
+    if has_budget:
+        config = merged_config(memory, budget)
+    name = type(schedule).__name__
+    rows = _rows_of(schedule, name)
+    actions = [every for row in rows.actions for every in row]
+    if run_pair is not one_after_the_other and not any(isinstance(every, Pair) for every in actions):
+        raise ConfigError(f"{_CALL}: {name} has no pairs of a forward and a backward; use ScheduleDualPipeV")
+    splits = any(every.parts[0].kind is Kind.BACKWARD_WEIGHT for every in actions)
+    pipeline = Pipeline(
+        rows,
+        {stage.stage_index: stage.submod for stage in stages},
+        loss=schedule_loss(schedule) if any(stage.is_last for stage in stages) else None,
+        group=stages[0].group,
+        weight_gradients=WeightGradients(may_be_idle=True) if splits and not has_budget else None,
+        run_pair=run_pair,
+        tied=tied,
+        optimizer=optimizer,
     )
-    if number - 1 in stages:
-        stages[number - 1].set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
+    tides = []
+    if config is not None and not has_budget:
+        tides = [apply(stage.submod, config, engine=engine, group=ALONE) for stage in stages]
+    how = {"memory": config, "optimizer": optimizer, "engine": engine, "say": say} if has_budget else None
+    return Attached(schedule, pipeline, tides, how)
+
+
+def _rows_of(schedule: Any, name: str) -> Schedule:
+    """The actions of all ranks that compute."""
+    if name in _SINGLE:  # torch carries these out without rows, and what it lists for 1F1B is wrong on the last rank
+        num_ranks = schedule_stages(schedule)[0].num_stages
+        return make_schedule(_SINGLE[name], num_ranks=num_ranks, num_micro_batches=schedule_micro_batches(schedule))
+    rows = getattr(schedule, "pipeline_order", None)
+    if not rows:
+        known = "Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble, ScheduleDualPipeV"
+        raise ConfigError(f"{_CALL}: {name} has no rows of actions to read; use one of torch's such as {known}")
+    lines = (
+        ",".join(str(each) for each in rows[rank] if each is not None and each.is_compute_op) for rank in sorted(rows)
+    )
+    return from_csv("\n".join(lines), source=name, name=name)
+
+
+class Attached:
+    """What is attached to the stages of one rank."""
+
+    def __init__(self, schedule: Any, pipeline: Pipeline, tides: list[Tide], budget: Mapping[str, Any] | None) -> None:
+        """budget: how `fit_stages` is to be called."""
+        self.pipeline = pipeline
+        self.plans: StagePlans | None = None
+        """With a budget, after the first step."""
+        self._tides = tides
+        self._budget = budget
+        self._schedule = schedule
+        self._stages = schedule_stages(schedule)
+        self._torchs_step = replace_step(schedule, self._step)
+
+    @property
+    def tides(self) -> list[Tide]:
+        """Of the stages, in order; empty without rules, and before the first step within a budget."""
+        return self._tides if self.plans is None else list(self.plans.tides.values())
+
+    def remove(self) -> None:
+        """Leave schedule and stages as they were. Idempotent."""
+        restore_step(self._schedule)
+        for handle in self._tides if self.plans is None else (self.plans,):
+            handle.remove()
+        self.pipeline.close()
+
+    def _step(self, *split: Any, loss_kwargs: Mapping[str, Any] | None = None) -> None:
+        """One step on what torch has split: inputs, keyword arguments, targets; `losses`, and `return_outputs`."""
+        inputs, keywords, targets, losses, returns_outputs = split
+        if not self._stages[0].has_backward:  # schedule.eval
+            self._torchs_step(*split)
+            return
+        if loss_kwargs:
+            raise ConfigError(f"{_CALL}: loss_kwargs cannot be handed on; give the schedule a loss that has them")
+        inputs = inputs if self._stages[0].is_first else None
+        keywords = keywords if any(keywords) else None
+        if self._budget is not None and returns_outputs:
+            raise ConfigError(
+                f"{_CALL}: a budget has no room for the outputs of all micro-batches; call step(..., "
+                "return_outputs=False)"
+            )
+        if self._budget is not None and self.plans is None:
+            if keywords is not None:
+                raise ConfigError(
+                    f"{_CALL}: a budget cannot be planned for stages with keyword arguments "
+                    f"({', '.join(keywords[0])}); write rules: recompute, swap, keep"
+                )
+            self.plans = fit_stages(self.pipeline, inputs, targets, **self._budget)
+        last = self._stages[-1]
+        outputs: list[Any] = []
+        hook = None
+        if last.is_last and returns_outputs:
+            hook = last.submod.register_forward_hook(lambda module, given, output: outputs.append(output))
+        try:
+            divide_by = schedule_micro_batches(self._schedule) if self._schedule.scale_grads else 1
+            found = self.pipeline.step(inputs, targets, divide_by=divide_by, keywords=keywords)
+        finally:
+            if hook is not None:
+                hook.remove()
+        last.output_chunks += outputs[-len(found) :] if found else []
+        if losses is not None and found:
+            losses[:] = found

@@ -1,7 +1,7 @@
 """Messages between two ranks, in the order that the schedule proves.
 
-What: `begin` tells all ranks of which shape each micro-batch of the step is. `send` begins and returns. `ask` allocates
-what will come and begins to take it in. `read` waits for it. `finish` waits until all that was sent has gone.
+What: in `begin` all ranks hear of which shape each micro-batch of the step is. `send` begins and returns. `ask`
+allocates what will come and begins to take it in. `read` waits for it. `finish` waits until all that was sent has gone.
 Shapes: the first message of each stage for each shape of a micro-batch has a head that says what follows; both ends
 remember it, so later ones have none, until something has changed on any rank (weights were frozen, autocast is on). A
 stage that gives other tensors for the same shape of its batch is refused.
@@ -14,8 +14,8 @@ which does one thing at a time, would each wait for the other's receive.
 A wait ends when the message is there, or when a connection closes. `give_up` closes the connections of this rank, so
 that the waits of all others end, one after the other; each then finds the note of the rank that failed first.
 
-Cost: one small message from the first rank to each other one, and back, in each step; a thread for each peer, asleep
-while nothing is sent. Not covered: a message that is taken back. Devices have been seen with one rank only.
+Cost: one small collective in each step; a thread for each peer, asleep while nothing is sent. Not covered: a message
+that is taken back. Devices have been seen with one rank only.
 """
 
 from __future__ import annotations
@@ -34,24 +34,14 @@ import torch
 import torch.distributed as dist
 
 from lowtide.errors import ConfigError, PipelineError
-from lowtide.pipeline.failure import POLL_SECONDS, FailureNote
-from lowtide.pipeline.rank_plan import HEAD_BYTES
+from lowtide.pipeline.agree import POLL_SECONDS, FailureNote, refuse_difference
+from lowtide.pipeline.live_chunks import HEAD_BYTES
 from lowtide.pipeline.schedule import Kind, Result, receive_of, send_of
-from lowtide.pipeline.step_log import StepLog
+from lowtide.tensors.ranks import gather
 
 Tensors = tuple[torch.Tensor | None, ...]
 _PATIENCE_SECONDS = 10.0
 """With a thread that should end at once: a rank that fails must end, whatever holds its threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What each rank says when a step begins."""
-
-    num_micro_batches: int
-    divide_by: float
-    has_changed: bool
-    """Whether its stages may pass on other tensors than before for micro-batches of the same shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +72,8 @@ class _Asked:
 class GroupTransport:
     """Over a process group. To be made by all its ranks at once. Ranks are those of the schedule."""
 
-    def __init__(self, group: Any, device: torch.device, note: FailureNote, log: StepLog | None = None) -> None:
-        """log: notes when each message was on its way."""
+    def __init__(self, group: Any, device: torch.device, note: FailureNote, log: Any = None) -> None:
+        """log: notes when each message was on its way (`execute.StepLog`)."""
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = dist.get_rank(group)
         self._device = device
@@ -95,7 +85,7 @@ class GroupTransport:
         if device.type != "cpu":
             self._ways = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
         self._numbers: dict[Hashable, int] = {}
-        """Of the shapes of micro-batches that were seen. On the first rank."""
+        """Of the shapes of micro-batches that were seen."""
         self._shapes: list[int] = []
         """The number of the shape of each micro-batch of this step."""
         self._known: dict[tuple[Kind, int, int], _Blanks] = {}
@@ -107,34 +97,18 @@ class GroupTransport:
         self._on_the_way: set[Result] = set()
         self._send_error: tuple[int, BaseException] | None = None
 
-    def begin(self, own: Opening, shapes: Sequence[Hashable] | None, *, first: int) -> None:
-        """A step begins. shapes: of each micro-batch, on the rank `first`. All ranks divide by the same number."""
-        others = [rank for rank in range(dist.get_world_size(self._heads)) if rank != self.rank]
-        doing = "was beginning a step with it"
-        bits = torch.tensor([own.divide_by], dtype=torch.float64).view(torch.int64)
-        has_changed = torch.tensor([own.has_changed], dtype=torch.int64)
-        if shapes is not None:
-            for rank in others:
-                theirs = torch.empty_like(has_changed)
-                self._take_in(theirs, rank, doing)
-                has_changed |= theirs
-            numbers = [self._numbers.setdefault(shape, len(self._numbers)) for shape in shapes]
-            opening = torch.cat([torch.tensor(numbers), has_changed, bits])
-            for rank in others:
-                self._post(None, [opening], self._heads, rank, doing)
-        else:
-            self._post(None, [has_changed], self._heads, first, doing)
-            opening = torch.empty(own.num_micro_batches + 2, dtype=torch.int64)
-            self._take_in(opening, first, doing)
-            if opening[-1] != bits:
-                divide_by = opening[-1:].view(torch.float64).item()
-                raise PipelineError(
-                    f"pipeline: rank {first} divides gradients by {divide_by:g} in this step, and rank {self.rank} by "
-                    f"{own.divide_by:g}; give all ranks the same divide_by"
-                )
-        if opening[-2]:
+    def begin(self, shapes: Sequence[Hashable] | None, *, has_changed: bool, divide_by: float) -> None:
+        """A step begins. shapes: of each micro-batch, on the first rank. has_changed: stages of this rank may pass on
+        other tensors than before for the same shapes. Raises ConfigError where ranks divide by different numbers."""
+        try:
+            said = gather((shapes, has_changed, {"values of divide_by": divide_by}), self._heads)
+        except RuntimeError as error:
+            raise self._lost(None, "was beginning a step", error) from error
+        refuse_difference("pipeline", [facts for *_, facts in said])
+        if any(has_changed for _, has_changed, _ in said):
             self._known.clear()
-        self._shapes = opening[:-2].tolist()
+        every = next(shapes for shapes, *_ in said if shapes is not None)
+        self._shapes = [self._numbers.setdefault(shape, len(self._numbers)) for shape in every]
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
         """Begin, and return. The tensors are let go of when they have gone."""
@@ -305,11 +279,12 @@ class GroupTransport:
             to, error = self._send_error
             raise self._lost(to, "was sending to it", error) from error
 
-    def _lost(self, peer: int, doing: str, error: BaseException) -> PipelineError:
+    def _lost(self, peer: int | None, doing: str, error: BaseException) -> PipelineError:
         """What to say of a connection that broke: the cause that somebody noted, else that the peer is gone."""
+        who = "another rank" if peer is None else f"rank {peer}"
         noted = self._note.read()
         if noted is None:
-            own = f"rank {peer} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
+            own = f"{who} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
             noted = self._note.settle(own)
         return PipelineError(f"pipeline: {noted}")
 

@@ -147,6 +147,40 @@ def _highest(column: np.ndarray, ops: range) -> int:
     return int(column[ops.start : ops.stop].max()) if ops else 0
 
 
+# -- the turn from forward to backward --------------------------------------------------------------------------------
+
+
+def with_turn(profile: Profile, beside: np.ndarray, *, turn_bytes: int) -> Profile:
+    """The same step with so many bytes more at each operator, and one of no time between forward and backward, at which
+    there are `turn_bytes` beside what the step itself holds then."""
+    turn = profile.num_forward_ops
+    # Alive at the turn is what both neighbours have.
+    around = min(profile.op_bytes[turn - 1 : turn + 1])
+    made = profile.op_gradient_bytes[turn - 1]
+
+    def column(values: Sequence, at_turn: object) -> tuple:
+        return (*values[:turn], at_turn, *values[turn:])
+
+    nbytes = [own + more for own, more in zip(profile.op_bytes, beside.tolist(), strict=True)]
+    return dataclasses.replace(
+        profile,
+        op_names=column(profile.op_names, "the turn from forward to backward"),
+        op_seconds=column(profile.op_seconds, 0.0),
+        op_bytes=column(nbytes, around + turn_bytes),
+        op_gradient_bytes=column(profile.op_gradient_bytes, made),
+        nodes=tuple(_past_turn(node, turn) for node in profile.nodes),
+    )
+
+
+def _past_turn(node: Site, turn: int) -> Site:
+    return dataclasses.replace(
+        node,
+        dies=node.dies + (node.dies > turn),
+        reads=tuple(read + (read >= turn) for read in node.reads),
+        release=node.release + (node.release > turn),
+    )
+
+
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 Rows = list[tuple[int, int]]

@@ -17,7 +17,7 @@ strictest rule) or for nothing (`Sends.BUFFERED`). What passes RENDEZVOUS passes
 sends and receives that run beside compute only take waits away.
 
 Cost: about 30 µs an action, 0.6 s for 16 ranks with 128 micro-batches and transfers.
-Not covered: memory (row_counts.py), whether both ends agree on shapes, collectives.
+Not covered: memory (live_chunks.py), whether both ends agree on shapes, collectives.
 """
 
 from __future__ import annotations

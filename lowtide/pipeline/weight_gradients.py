@@ -70,7 +70,9 @@ _CHUNK: ContextVar[_PutOff | None] = ContextVar("lowtide_pipeline_chunk", defaul
 class WeightGradients:
     """The weight gradients that one rank has put off."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_be_idle: bool = False) -> None:
+        """may_be_idle: it is no mistake if no stage puts any off."""
+        self.may_be_idle = may_be_idle
         self._chunks: defaultdict[Chunk, _PutOff] = defaultdict(_PutOff)
         self._num_calls = 0
         """In chunks that are done."""

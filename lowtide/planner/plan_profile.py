@@ -20,8 +20,8 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
+from lowtide.planner.advice import Change, explained, with_half_a_batch
 from lowtide.planner.by_rules import layers_by_rule, min_bytes_of, problem_of
-from lowtide.planner.half_a_batch import with_half_a_batch
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
@@ -30,7 +30,6 @@ from lowtide.planner.problem import decisions
 from lowtide.planner.rerun_layers import call_seconds
 from lowtide.planner.space import Found, Question, Space, Way
 from lowtide.planner.state_items import split, state_curve
-from lowtide.planner.ways_out import Change, explained
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_seconds
@@ -55,24 +54,21 @@ def plan_profile(
     time_limit_seconds: float = 5.0,
     costs: HostCosts = NO_COSTS,
     progress: Callable[[str], None] | None = None,
-    layers: tuple[str, ...] | None = None,
     with_suggestions: bool = True,
     changes: Sequence[Change] = (),
-    weighs_page_faults: bool = True,
 ) -> Plan:
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
     `costs` are those of the runtime itself. `num_micro_batches` share what the optimizer's state costs on its way,
-    where `config.optimizer` lets it travel. `layers`: exactly these run again as a whole, whatever rules say.
-    `weighs_page_faults`: see `Question`.
+    where `config.optimizer` lets it travel.
     Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
-    them (ways_out.py).
+    them (advice.py).
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert isinstance(budget, int)
     costs = costs.on(profile.device)
-    how: Any = {"has_gradients": has_gradients, "layers": layers, "weighs_page_faults": weighs_page_faults}
-    how |= {"num_micro_batches": num_micro_batches, "costs": costs, "time_limit_seconds": time_limit_seconds}
+    how: Any = {"has_gradients": has_gradients, "time_limit_seconds": time_limit_seconds}
+    how |= {"num_micro_batches": num_micro_batches, "costs": costs}
     # Budgets differ from call to call; all else decides what is known of the step.
     problem = _problem(_Same(profile), dataclasses.replace(config, budget=1, preset=None), link, **how)
     tell = progress or _say_nothing

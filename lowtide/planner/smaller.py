@@ -22,11 +22,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
-from lowtide.core.codec import Codec
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
-from lowtide.core.recipe import RetainedInput
+from lowtide.core.recipe import Codec, RetainedInput
 from lowtide.units import format_bytes
 
 SIDE = "smaller form"

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.core.fate import Fate
-from lowtide.core.plan_table import percent
+from lowtide.core.text_table import percent
 from lowtide.errors import BudgetError
 from lowtide.planner.greedy import closed_form
 from lowtide.planner.local_search import SMALL, Evaluator, Fates, Outcome, improve, repair, roundings

@@ -70,10 +70,6 @@ class Question:
     link: Link
     has_gradients: bool
     time_limit_seconds: float
-    layers: tuple[str, ...] | None = None
-    """Those that run again, and no others; None: what rules and the planner say."""
-    weighs_page_faults: bool = True
-    """False: memory that is taken again is paid for, and the plan is chosen as if it were free."""
     layer_seconds: float = 0.0
     """Of lowtide's own, for each layer that runs again (host_costs.py)."""
     log_seconds: float = 0.0
@@ -85,7 +81,7 @@ class Question:
     @property
     def forced(self) -> tuple[str, ...]:
         """Layers that run again in any case."""
-        return layers_by_rule(self.profile, self.config) if self.layers is None else self.layers
+        return layers_by_rule(self.profile, self.config)
 
     @property
     def seconds(self) -> float:
@@ -304,7 +300,7 @@ class Space:
         self._score = score
         forced = question.forced
         more = tuple(name for name in can_rerun(question.profile) if name not in forced)
-        if question.layers is not None or not question.config.recomputes_freely or question.profile.num_collectives:
+        if not question.config.recomputes_freely or question.profile.num_collectives:
             more = ()  # ranks that plan for themselves must issue the same collectives
         self._forced, self._more = forced, more
         self._kept: dict[tuple[int, StateShares | None], Way] = {}
@@ -326,8 +322,7 @@ class Space:
     @property
     def _with_swap(self) -> tuple[bool, ...]:
         question = self.question
-        has_price = question.page_fault_seconds > 0 and question.weighs_page_faults
-        return (True, False) if has_price and question.config.swaps_freely else (True,)
+        return (True, False) if question.page_fault_seconds > 0 and question.config.swaps_freely else (True,)
 
     def _first(self, number: int) -> tuple[str, ...]:
         return (*self._forced, *self._more[:number])
@@ -372,20 +367,17 @@ class Space:
         swapping: Found | None = None
 
         def least() -> float:
-            return math.inf if best is None else self._seconds(best)
+            return math.inf if best is None else self._score(best)
 
         for candidate in self._candidates(budget_bytes, least):
             if candidate.swaps and (swapping is None or candidate.pass_seconds < swapping.pass_seconds):
                 swapping = candidate
-            if self._seconds(candidate) < least():
+            if self._score(candidate) < least():
                 best = candidate
         assert best is not None, "the floor's own fates fit"
         if swapping is None or best.swaps or swapping.pass_seconds - swapping.page_fault_seconds >= best.pass_seconds:
             return best, 0.0
         return best, max(0.0, swapping.pass_seconds - best.pass_seconds)
-
-    def _seconds(self, found: Found) -> float:
-        return self._score(found) - (0.0 if self.question.weighs_page_faults else found.page_fault_seconds)
 
     def _candidates(self, budget_bytes: int, least: Callable[[], float]) -> Iterator[Found]:
         yield from self._kept_within(budget_bytes, least)

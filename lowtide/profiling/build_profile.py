@@ -1,24 +1,23 @@
-"""From the trace of a step to its profile: recipes, retained inputs that pay, bytes of every operator, layer
-signatures.
+"""The profile of a traced step: recipes, retained inputs that pay, bytes of every operator, layer signatures.
 
 Bytes: `op_bytes[i]` counts the storages with born <= i < dies that are neither state nor nodes. A node is present in
 [born, dies) and again from its first read to its release, and the simulator adds exactly that, by fate; so for the plan
 that keeps everything, state + op_bytes + kept nodes is the live-byte curve of a plain step.
 
-Cost: one pass over operators and nodes. Not covered: what a node's recipe is (recipes.py).
+Cost: one pass over operators and nodes. Not covered: what a node's recipe is (recipes/build.py).
 """
 
 from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from lowtide.core.profile import HiddenBytes, LayerCall, Profile, Site, StateBytes, StayingBytes
 from lowtide.core.recipe import Recipe
-from lowtide.profiling.step_record import Node, Trace
+from lowtide.profiling.step_record import NodeRecord, Trace
 from lowtide.recipes.build import COLLECTIVE, Target, build_collective_recipes, build_recipes
 from lowtide.recipes.graph import Storage
 
@@ -34,7 +33,7 @@ class Recipes:
     """Only of nodes that one rank cannot make alone because of a collective."""
 
 
-def with_recipes(trace: Trace) -> tuple[list[Node], Recipes]:
+def with_recipes(trace: Trace) -> tuple[list[NodeRecord], Recipes]:
     """The nodes worth keeping on record, and their recipes."""
     targets = [
         Target(
@@ -42,18 +41,15 @@ def with_recipes(trace: Trace) -> tuple[list[Node], Recipes]:
             version=node.version,
             saved=node.saved,
             is_retained_input=node.retained_input is not None,
-            size=node.size,
-            stride=node.stride,
-            offset=node.offset,
-            dtype=node.dtype,
+            shape=node.shape,
         )
         for node in trace.nodes
         if not node.is_given
     ]
-    for call in trace.calls:  # clocks of devices are read when the step is over
-        call.seconds = trace.op_seconds[call.index]
-    alone = build_recipes(trace.calls, targets)
-    together = build_collective_recipes(trace.calls, targets, alone)
+    for call in trace.ops.calls:  # clocks of devices are read when the step is over
+        call.seconds = trace.ops.seconds[call.index]
+    alone = build_recipes(trace.ops.calls, targets)
+    together = build_collective_recipes(trace.ops.calls, targets, alone)
     alone, together = (_while_gathered(_unambiguous(found, trace.ambiguous), trace) for found in (alone, together))
     recipes = Recipes(alone, together)
     by_name = {node.name: node for node in trace.nodes}
@@ -106,7 +102,7 @@ def _while_gathered(recipes: Mapping[int, Recipe | str], trace: Trace) -> Mappin
 
 def profile_of(
     trace: Trace,
-    nodes: Sequence[Node],
+    nodes: Sequence[NodeRecord],
     recipes: Recipes,
     *,
     model: str,
@@ -120,7 +116,7 @@ def profile_of(
     mlp_rows: int | None = None,
 ) -> Profile:
     """The profile of a traced step."""
-    end = len(trace.op_names)
+    end = len(trace.ops.names)
     sites = tuple(_site(node, recipes, layers, end) for node in nodes)
     called = tuple(name for name in layers if any(span.name == name for span in trace.spans))
     return Profile(
@@ -131,23 +127,23 @@ def profile_of(
         layers=called,
         signatures=tuple(_signature(name, sites, trace) for name in called),
         state=state,
-        num_forward_ops=trace.num_forward_ops,
-        op_names=tuple(trace.op_names),
-        op_seconds=tuple(trace.op_seconds),
+        num_forward_ops=trace.ops.num_forward,
+        op_names=tuple(trace.ops.names),
+        op_seconds=tuple(trace.ops.seconds),
         op_bytes=_op_bytes(trace, {node.storage.index for node in nodes}),
         op_gradient_bytes=_gradient_bytes(trace),
         nodes=sites,
         staying=_staying(trace, {site.name for site in sites}, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
         calls=_layer_calls(trace, {node.storage.index for node in nodes}, {site.name for site in sites}),
-        num_collectives=sum(call.is_collective for call in trace.calls),
+        num_collectives=sum(call.is_collective for call in trace.ops.calls),
         loss=loss,
         loss_rows=loss_rows,
         mlp_rows=mlp_rows,
     )
 
 
-def _site(node: Node, recipes: Recipes, layers: tuple[str, ...], end: int) -> Site:
+def _site(node: NodeRecord, recipes: Recipes, layers: tuple[str, ...], end: int) -> Site:
     storage = node.storage
     recipe = recipes.alone.get(storage.index, "unknown producer")
     together = recipes.together.get(storage.index)
@@ -157,7 +153,7 @@ def _site(node: Node, recipes: Recipes, layers: tuple[str, ...], end: int) -> Si
         name=node.name,
         layer=layer_of(node.name, layers),
         nbytes=storage.nbytes,
-        dtype=str(node.dtype).removeprefix("torch."),
+        dtype=str(node.shape.dtype).removeprefix("torch."),
         op=_short_op(storage) if storage.producer is not None else "input",
         retained_input=node.retained_input,
         born=storage.born,
@@ -209,25 +205,33 @@ def layer_of(name: str, layers: Sequence[str]) -> str | None:
 
 
 def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
-    end = len(trace.op_names)
-    changes = [0] * (end + 1)
-    for storage in trace.storages:
-        if storage.kind in _STATE or storage.index in nodes or storage.index in trace.off_device:
-            continue
-        changes[max(0, storage.born)] += storage.nbytes
-        changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
-    for start, stop, nbytes in trace.gathered:
-        changes[start] += nbytes
-        changes[stop] -= nbytes
-    for index, nbytes in trace.temporary:
-        changes[index] += nbytes
-        changes[index + 1] -= nbytes
+    end = len(trace.ops.names)
+    spans = [
+        _span(storage, end)
+        for storage in trace.storages
+        if storage.kind not in _STATE and storage.index not in nodes and storage.index not in trace.off_device
+    ]
+    spans += trace.gathered
+    spans += [(index, index + 1, nbytes) for index, nbytes in trace.ops.temporary]
     for index, release in trace.never_read:
-        storage = trace.storages[index]
-        dies = end if storage.dies is None else min(end, storage.dies)
+        _, dies, nbytes = _span(trace.storages[index], end)
         if release > dies:
-            changes[dies] += storage.nbytes
-            changes[release] -= storage.nbytes
+            spans.append((dies, release, nbytes))
+    return _curve(spans, end)
+
+
+def _span(storage: Storage, end: int) -> tuple[int, int, int]:
+    """The operators while which a storage is there, and its bytes. `end`: the number of operators."""
+    dies = end if storage.dies is None else min(end, storage.dies)
+    return max(0, storage.born), dies, storage.nbytes
+
+
+def _curve(spans: Iterable[tuple[int, int, int]], end: int) -> tuple[int, ...]:
+    """The sum of bytes at each of `end` operators; spans are half-open (first, end, bytes)."""
+    changes = [0] * (end + 1)
+    for first, last, nbytes in spans:
+        changes[first] += nbytes
+        changes[last] -= nbytes
     return tuple(accumulate(changes[:end]))
 
 
@@ -237,34 +241,26 @@ def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> tuple[LayerC
         storage
         for storage in trace.storages
         if storage.kind not in _STATE and storage.index not in nodes and storage.index not in trace.off_device
-        if 0 <= storage.born < trace.num_forward_ops
+        if 0 <= storage.born < trace.ops.num_forward
     ]
     made.sort(key=lambda storage: storage.born)
     starts = [storage.born for storage in made]
     calls = []
     for span in trace.spans:
-        length = span.end_op - span.first_op
-        changes = [0] * (length + 1)
-        staying_bytes = 0
-        for storage in made[bisect.bisect_left(starts, span.first_op) : bisect.bisect_left(starts, span.end_op)]:
-            dies = span.end_op if storage.dies is None else min(storage.dies, span.end_op)
-            changes[storage.born - span.first_op] += storage.nbytes
-            changes[dies - span.first_op] -= storage.nbytes
-            staying_bytes += storage.nbytes if storage.index in trace.staying else 0
-        for index, nbytes in trace.temporary:
-            if span.first_op <= index < span.end_op:
-                changes[index - span.first_op] += nbytes
-                changes[index - span.first_op + 1] -= nbytes
+        first, end = span.first_op, span.end_op
+        own = made[bisect.bisect_left(starts, first) : bisect.bisect_left(starts, end)]
+        there = [_span(storage, end) for storage in own]
+        there += [(index, index + 1, nbytes) for index, nbytes in trace.ops.temporary if first <= index < end]
         unknown = [name for name in span.inputs if name not in names]
         calls.append(
             LayerCall(
                 name=span.name,
                 first_op=span.first_op,
                 end_op=span.end_op,
-                end_sequence=span.end_sequence - trace.start_sequence,
+                end_sequence=span.end_sequence - trace.ops.start_sequence,
                 inputs=span.inputs,
-                op_bytes=tuple(accumulate(changes[:length])),
-                staying_bytes=staying_bytes,
+                op_bytes=_curve([(begin - first, dies - first, nbytes) for begin, dies, nbytes in there], end - first),
+                staying_bytes=sum(storage.nbytes for storage in own if storage.index in trace.staying),
                 why_not=span.why_not
                 or ("its parameters are sharded" if trace.gathered else "")
                 or (f"its input '{unknown[0]}' is no node" if unknown else ""),
@@ -274,14 +270,9 @@ def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> tuple[LayerC
 
 
 def _gradient_bytes(trace: Trace) -> tuple[int, ...]:
-    """The part of the above that is gradients of parameters."""
-    end = len(trace.op_names)
-    changes = [0] * (end + 1)
-    for index in trace.gradients:
-        storage = trace.storages[index]
-        changes[max(0, storage.born)] += storage.nbytes
-        changes[end if storage.dies is None else min(end, storage.dies)] -= storage.nbytes
-    return tuple(accumulate(changes[:end]))
+    """The part of `_op_bytes` that is gradients of parameters."""
+    end = len(trace.ops.names)
+    return _curve((_span(trace.storages[index], end) for index in trace.gradients), end)
 
 
 def _signature(layer: str, sites: Sequence[Site], trace: Trace) -> str:

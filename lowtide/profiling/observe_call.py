@@ -210,16 +210,16 @@ def _bytes_of(run: torch.Tensor) -> bytes:
 def _own_hooks_aside(model: nn.Module) -> Iterator[None]:
     """Inside, the model itself has no hooks; those of its modules stay, which may change what it computes."""
     hooks = [vars(model)[name] for name in _HOOKS]
-    before = [dict(found) for found in hooks]
+    before = [dict(own) for own in hooks]
 
     def put_back() -> None:
-        for found, then in zip(hooks, before, strict=True):
-            found.clear()
-            found.update(then)
+        for own, then in zip(hooks, before, strict=True):
+            own.clear()
+            own.update(then)
 
     try:
-        for found in hooks:
-            found.clear()
+        for own in hooks:
+            own.clear()
         yield
     finally:
         to_the_end(put_back)

@@ -2,8 +2,8 @@
 
 What: a forward and a backward under a `StepRecorder`. Gradients come from `torch.autograd.grad`, so `.grad` is not
 touched and no gradient hook of an optimizer fires; random state, buffers and the batch are as they were. Saved
-activations are parked (stash.py), so the observed step needs little more memory than the largest layer. Models that
-FSDP2 shards take a whole step, with all that they remember set aside (sharded.py).
+activations are parked (saved_tensors.py), so the observed step needs little more memory than the largest layer. Models
+that FSDP2 shards take a whole step, with all that they remember set aside (tensors/fsdp.py).
 
 The step that is observed: forward, the loss is picked out and the rest of the output let go, backward. Gradients are
 those of a first micro-batch: each is there from the operator that makes it.
@@ -15,9 +15,7 @@ one step (the activations of the first are nodes, those of the others count as b
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,32 +28,25 @@ from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.mlp import mlp_rows_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
-from lowtide.profiling.ends import Ends
 from lowtide.profiling.layers import find_layers
-from lowtide.profiling.op_memory import OpMemory
-from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock
+from lowtide.profiling.module_watch import describe
+from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock, OpMemory
 from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
+from lowtide.profiling.saved_tensors import ByteStash, FileStash, HostStash
 from lowtide.profiling.smaller import measured_codec
-from lowtide.profiling.stash import ByteStash, FileStash, HostStash
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_record import Trace
-from lowtide.profiling.step_recorder import StepRecorder, describe
+from lowtide.profiling.step_recorder import StepRecorder
+from lowtide.profiling.untouched import Ends, apart, grads_set_aside, joint_hooks_set_aside, untouched, warn
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
-from lowtide.tensors.interrupts import to_the_end
 from lowtide.tensors.kinds import ACCUMULATOR
-from lowtide.tensors.modes import Modes
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import (
-    TENSOR_HOOKS,
-    gradient_hooks,
-    joint_gradient_hooks,
     num_compiled_graphs,
-    parametrized_weights,
     tree_leaves,
     tree_map_only,
 )
-from lowtide.tensors.snapshot import Snapshot, take
 
 _DID_NOT_FIT = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 _TRANSFORMED = "don't yet support saved tensor hooks"
@@ -111,17 +102,17 @@ def observe(
             memory=OpMemory(device) if is_accelerator else None,
         )
         try:
-            with untouched(model, (batch, loss), device, tell or _warn) as before, at_rest(model) as gathered:
-                recorder.about_to_write = before.about_to_write
+            with untouched(model, (batch, loss), device, tell or warn) as before, at_rest(model) as gathered:
+                recorder.state.about_to_write = before.about_to_write
                 ends = Ends(before)
                 given = tree_map_only(torch.Tensor, ends.cut, batch)
                 for name, parameter in gathered.items():
-                    recorder.storages.enroll_gathered(parameter, name)
+                    recorder.state.storages.enroll_gathered(parameter, name)
                 how: Any = {"needs_scalar": needs_scalar, "accumulates": accumulates, "ends": ends.tensors}
-                return record_step(model, given, recorder, loss, **how), recorder.batch
+                return record_step(model, given, recorder, loss, **how), recorder.watch.batch
         finally:
-            recorder.leaves.clear()
-            recorder.about_to_write = None  # else the recorder, a cycle, would hold the batch until a collection
+            recorder.watch.leaves.clear()
+            recorder.state.about_to_write = None  # else the recorder, a cycle, would hold the batch until a collection
             stash.close()
 
     num_graphs = num_compiled_graphs()
@@ -131,12 +122,6 @@ def observe(
         if num_compiled_graphs() != num_graphs:  # what compiling took is no part of a step
             trace, shapes = apart(run, accumulates=is_sharded_model)
     except (RuntimeError, ConfigError) as error:
-        if _TRANSFORMED in str(error):
-            raise ConfigError(
-                f"observe: {type(model).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, "
-                "around which PyTorch lets nobody watch what is saved; train it under rules (lowtide.apply), which "
-                "leave such a layer alone"
-            ) from error
         if is_sharded_model or not wants_accumulation(error):
             raise
         trace, shapes = apart(run, accumulates=True)
@@ -211,27 +196,39 @@ def record_step(
     shards = sharded_parameters(model)
     for name, parameter in model.named_parameters():
         is_shard = id(parameter) in shards
-        recorder.storages.enroll(parameter, "parameter", f"{name} (shard)" if is_shard else name)
+        recorder.state.storages.enroll(parameter, "parameter", f"{name} (shard)" if is_shard else name)
     for name, buffer in model.named_buffers():
-        recorder.storages.enroll(buffer, "buffer", name)
+        recorder.state.storages.enroll(buffer, "buffer", name)
     for tensor in inputs:
-        recorder.storages.enroll(tensor, "input", "input")
+        recorder.state.storages.enroll(tensor, "input", "input")
     trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     num_trained = len(trained)
 
     def look_at_inputs() -> None:
         known = {id(tensor) for tensor in trained}
-        leaves = [t for t in [*inputs, *recorder.leaves] if t.requires_grad and t.is_leaf]
+        leaves = [t for t in [*inputs, *recorder.watch.leaves] if t.requires_grad and t.is_leaf]
         trained.extend({id(t): t for t in [*leaves, *ends] if id(t) not in known}.values())
         if not trained:
-            raise ConfigError("observe: no parameter requires a gradient; nothing is saved for a backward pass")
+            raise ConfigError(
+                "lowtide: no parameter requires a gradient, so there is nothing to plan; unfreeze what is to be "
+                "trained first"
+            )
 
     with recorder.following(model), recorder, torch.enable_grad():
         with recorder.saves.hooks():
-            roots = _forward(model, batch, loss, needs_scalar, look_at_inputs)
+            try:
+                roots = _forward(model, batch, loss, needs_scalar, look_at_inputs)
+            except RuntimeError as error:
+                if _TRANSFORMED not in str(error):
+                    raise
+                raise ConfigError(
+                    f"observe: {type(model).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, "
+                    "around which PyTorch lets nobody watch what is saved; train it under rules (lowtide.apply), which "
+                    "leave such a layer alone"
+                ) from error
         trained += _leaves_inside(roots, trained)
         recorder.begin_backward(roots, model)
-        with _joint_hooks_set_aside(trained), _grads_set_aside(trained) if accumulates else contextlib.nullcontext():
+        with joint_hooks_set_aside(trained), grads_set_aside(trained) if accumulates else contextlib.nullcontext():
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()
@@ -340,125 +337,3 @@ def _backward(roots: list[torch.Tensor], trained: list[torch.Tensor], accumulate
         torch.autograd.backward(roots, ones)
         return [tensor.grad for tensor in trained]
     return torch.autograd.grad(roots, trained, ones, allow_unused=True)
-
-
-@contextlib.contextmanager
-def _joint_hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Hooks on several leaves at once work under `.backward()` only."""
-    hooks = [(getattr(each, TENSOR_HOOKS[0]), keys) for each in tensors if (keys := joint_gradient_hooks(each))]
-    before = [dict(found) for found, _ in hooks]
-
-    def put_back() -> None:
-        for (found, _), then in zip(hooks, before, strict=True):
-            found.clear()  # for the order of those that stayed
-            found.update(then)
-
-    try:
-        for found, keys in hooks:
-            for key in keys:
-                del found[key]
-        yield
-    finally:
-        to_the_end(put_back)
-
-
-@contextlib.contextmanager
-def _grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
-    if any(gradient_hooks(tensor) for tensor in tensors):
-        raise ConfigError(
-            "observe: the model checkpoints with use_reentrant=True and its parameters have gradient hooks, which an "
-            "observed step would set off; use use_reentrant=False"
-        )
-    before = [tensor.grad for tensor in tensors]
-
-    def put_back() -> None:
-        for tensor, grad in zip(tensors, before):
-            tensor.grad = grad
-
-    try:
-        for tensor in tensors:
-            tensor.grad = None
-        yield
-    finally:
-        to_the_end(put_back)
-
-
-@contextlib.contextmanager
-def _parametrized_weights_set_aside() -> Iterator[None]:
-    """What `parametrize.cached()` remembers has graphs, and a backward pass frees them."""
-    found = parametrized_weights()
-    before = dict(found)
-
-    def put_back() -> None:
-        found.clear()
-        found.update(before)
-
-    try:
-        found.clear()
-        yield
-    finally:
-        to_the_end(put_back)
-
-
-def apart(run: Callable[..., Any], **how: Any) -> Any:
-    """`run(**how)`, and what it sets of context variables is forgotten."""
-    return contextvars.copy_context().run(run, **how)
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, stacklevel=2)
-
-
-@contextlib.contextmanager
-def untouched(
-    model: nn.Module, inputs: Any, device: torch.device, tell: Callable[[str], None] = _warn
-) -> Iterator[Snapshot]:
-    """What `model` and `inputs` reach, random states, gradients and torch's own settings are afterwards as before.
-
-    `tell` is given a line for what moved on and cannot be put back. Raises ConfigError for a tensor that was written to
-    where no copy of it could be made first.
-    """
-    parameters = list(model.parameters())
-    grads = [parameter.grad for parameter in parameters]
-    devices = {parameter.device for parameter in parameters} | {device}
-    beside = (inputs, [grad for grad in grads if grad is not None])
-    before = take(model, beside=beside, called=True, devices=devices - {torch.device("meta")})
-    filters = list(warnings.filters)
-
-    def put_back() -> None:
-        before.restore()
-        for parameter, grad in zip(parameters, grads):
-            if parameter.grad is not grad:
-                parameter.grad = grad
-        if warnings.filters != filters:
-            warnings.filters[:] = filters  # type: ignore[index]
-
-    try:
-        with (
-            Modes().again(),
-            _parametrized_weights_set_aside(),
-            torch.set_grad_enabled(torch.is_grad_enabled()),
-            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        ):
-            yield before
-    finally:
-        try:
-            lost, moved = before.lost(), before.moved()
-        finally:
-            to_the_end(put_back)
-        if moved:
-            more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
-            tell(
-                f"lowtide: the step that lowtide looked at moved {moved[0]}{more} on, which cannot be wound back, so "
-                "training goes on from there; keep the position as a number if that matters."
-            )
-        if not before.is_whole:
-            tell(
-                f"lowtide: {type(model).__name__} reaches more than 50,000 objects, and lowtide has not looked at all "
-                "of them: those beyond are not put back after the step that it looked at."
-            )
-    if lost:
-        raise ConfigError(
-            f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher), so it cannot "
-            "be put back after the observed step; use lowtide.apply with rules, or write to it by torch's operators"
-        )

@@ -1,17 +1,24 @@
-"""How long each operator of an observed step takes.
+"""What each operator of an observed step takes: its time, and the memory that it holds inside.
 
-`HostClock` reads the wall (operators on the host return when they are done) and the processor time of the thread, and
-takes the smaller: on a machine that others use too, an observed operator may take several times what it takes in a
+Time: `HostClock` reads the wall (operators on the host return when they are done) and the processor time of the thread,
+and takes the smaller: on a machine that others use too, an observed operator may take several times what it takes in a
 planned step, and a plan made from such times hides copies behind compute that is not there. `DeviceClock` puts an event
 on either side of each operator and reads them all at the end. Both subtract what the dispatch mode itself adds,
-measured on the spot. The roofline of a device that is not there is in cost.py.
-
+measured on the spot. The roofline of a device that is not there is in fake/roofline.py.
 Operators of one *kind* do the same work: one operator, on operands of the same sizes, strides and dtypes, with the same
 numbers. Equal layers have them in each layer. A step that is observed is the first one as a rule, and its first layer
 meets cold caches, threads that start and kernels that are chosen. So each operator takes the lower median of its kind.
 
-Cost: 5 us an operator on the host, two events more on a device. Not covered: time between operators; a kind of which
-there are fewer than three.
+Memory: `OpMemory` says what an operator holds while it runs, beside what it is given and gives out. Many operators are
+made of others (`_safe_softmax` makes a mask of its whole input), and kernels have workspace. A dispatch mode sees none
+of that, and a budget is held against the allocator's count, which has it. The allocator's peak is reset before each
+operator and read after it; what is beyond the bytes that are left is the operator's own. Allocators count when they are
+asked, not when the device gets there, so nothing has to be waited for.
+
+Cost: 5 us an operator on the host; two events and three calls of the allocator's statistics more on a device, which
+resets the process's peak counter, as every new plan does. Not covered: time between operators; a kind of which there
+are fewer than three; devices whose allocator does not count (they hold nothing), and what other threads allocate
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,12 +26,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from lowtide.recipes.graph import Call, Value
+from lowtide.engines.device_ops import allocated_bytes, reset_peak
+from lowtide.recipes.graph import OpCall, Value
 
 _NUM_PROBES = 64
 _ENOUGH = 3
@@ -37,22 +44,14 @@ class Clock(Protocol):
     def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """The operator's output, and a mark to hand to `seconds`."""
 
-    def seconds(self, mark: Any, call: Call) -> Any:
+    def seconds(self, mark: Any, call: OpCall) -> Any:
         """What to remember of the operator: seconds, or something that `settle` turns into seconds."""
 
     def settle(self, column: list[Any]) -> list[float]:
         """The seconds of all operators, once the step is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    """A mark of an operator whose kind is known."""
-
-    mark: Any
-    kind: Hashable
-
-
-def kind_of(call: Call) -> Hashable:
+def kind_of(call: OpCall) -> Hashable:
     """Equal for operators that do the same work; None for one that is like no other."""
     kind = (call.func, _form(call.args), _form(tuple(call.kwargs.items())))
     try:
@@ -78,12 +77,6 @@ def steady(seconds: Sequence[float], kinds: Sequence[Hashable]) -> list[float]:
     return [usual.get(kind, each) for each, kind in zip(seconds, kinds, strict=True)]
 
 
-def _split(column: Sequence[Any]) -> tuple[list[Any], list[Hashable]]:
-    """Marks and kinds. A mark of `end` has no kind."""
-    timed = [mark if isinstance(mark, _Timed) else _Timed(mark, None) for mark in column]
-    return [each.mark for each in timed], [each.kind for each in timed]
-
-
 class HostClock:
     """Wall time, less what the thread spent waiting for a processor that others had."""
 
@@ -97,11 +90,10 @@ class HostClock:
             times = [self.run(view, (tiny,), {})[1] for _ in range(_NUM_PROBES)]
         self._overhead = sorted(times)[_NUM_PROBES // 2]
 
-    def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        busy, start = self._thread_time(), time.perf_counter()
+    def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, float]:
+        begun = self.begin()
         out = func(*args, **kwargs)
-        wall = time.perf_counter() - start
-        return out, min(wall, self._thread_time() - busy)
+        return out, self.end(begun)
 
     def begin(self) -> tuple[float, float]:
         """What cannot be called here, a compiled backward, begins; for `end`, which gives the mark for `seconds`."""
@@ -111,11 +103,11 @@ class HostClock:
         wall = time.perf_counter() - begun[1]
         return min(wall, self._thread_time() - begun[0])
 
-    def seconds(self, mark: float, call: Call) -> _Timed:
-        return _Timed(max(0.0, mark - self._overhead), kind_of(call))
+    def seconds(self, mark: float, call: OpCall) -> tuple[float, Hashable]:
+        return max(0.0, mark - self._overhead), kind_of(call)
 
     def settle(self, column: list[Any]) -> list[float]:
-        return steady(*_split(column))
+        return steady([seconds for seconds, _ in column], [kind for _, kind in column])
 
 
 class DeviceTimer:
@@ -145,9 +137,9 @@ class DeviceClock:
         self._overhead = sorted(start.elapsed_time(end) for start, end in pairs)[_NUM_PROBES // 2] / 1e3
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        start = self._timer.mark()
+        begun = self.begin()
         out = func(*args, **kwargs)
-        return out, (start, self._timer.mark())
+        return out, self.end(begun)
 
     def begin(self) -> Any:
         return self._timer.mark()
@@ -155,10 +147,28 @@ class DeviceClock:
     def end(self, begun: Any) -> Any:
         return begun, self._timer.mark()
 
-    def seconds(self, mark: Any, call: Call) -> _Timed:
-        return _Timed(mark, kind_of(call))
+    def seconds(self, mark: Any, call: OpCall) -> tuple[Any, Hashable]:
+        return mark, kind_of(call)
 
     def settle(self, column: list[Any]) -> list[float]:
         self._timer.synchronize()
-        pairs, kinds = _split(column)
-        return steady([max(0.0, start.elapsed_time(end) / 1e3 - self._overhead) for start, end in pairs], kinds)
+        seconds = [max(0.0, start.elapsed_time(end) / 1e3 - self._overhead) for (start, end), _ in column]
+        return steady(seconds, [kind for _, kind in column])
+
+
+class OpMemory:
+    """The memory that operators hold inside, on one device. Use: `begin()`, run one operator, `end()`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._modules = (torch.get_device_module(device), torch.accelerator)
+
+    def begin(self) -> None:
+        """An operator is about to run."""
+        reset_peak(self._modules, self._device)
+
+    def end(self) -> int:
+        """The operator has run. Returns the most bytes that it held beyond those that it has left."""
+        peak_bytes = allocated_bytes(self._modules, self._device, "peak")
+        left_bytes = allocated_bytes(self._modules, self._device, "current")
+        return 0 if peak_bytes is None or left_bytes is None else max(0, peak_bytes - left_bytes)

@@ -1,24 +1,21 @@
-"""What a device's allocator gives out beyond what it is asked for.
+"""Bytes on a device that no observed step shows: what its allocator rounds up, and what others hold there.
 
-What: allocators hand out blocks in multiples of a grain (512 bytes on CUDA) and count them so. `grain_of` finds the
-grain by asking for one byte; `rounding_bytes` bounds what all of it comes to at any moment of a step.
-Why: a plan is made for bytes of storages, and its budget is held against the allocator's count.
-How: each storage of the observed step takes up to one grain more than its bytes. That step keeps everything that any
-plan keeps, so the most of it at any operator is a bound for every plan. Gradients and the optimizer's state are beside
-it: each parameter has one gradient, and up to four tensors of state or of the optimizer's temporaries.
-Lowtide's own: what a recipe makes is compared with a fingerprint of what was dropped, which is on the device.
-Cost: one allocation, and a pass over the storages. Not covered: what an allocator gives out beyond its grain (CUDA
-leaves up to 1 MiB of a large block unsplit); that is measured and corrected (runtime/autopilot/corrections.py).
+Rounding: allocators hand out blocks in multiples of a grain (512 bytes on CUDA) and count them so. A plan is made for
+bytes of storages, and its budget is held against the allocator's count. `grain_of` finds the grain by asking for one
+byte; `rounding_bytes` bounds what all of it comes to at any moment of a step: each storage of the observed step takes
+up to one grain more than its bytes. That step keeps everything that any plan keeps, so the most of it at any operator
+is a bound for every plan. Gradients and the optimizer's state are beside it: each parameter has one gradient, and up to
+four tensors of state or of the optimizer's temporaries. `fingerprint_bytes` is lowtide's own part: what a recipe makes
+is compared with a fingerprint of what was dropped, which is on the device.
 
-What is on the device beside a model's training, when it is first observed.
+Others: `other_bytes` is what the allocator has given out when a model is first observed, less the blocks of its
+parameters, buffers, gradients, optimizer state and batch: batches that were put there before, a second model, results
+that the loop holds.
 
-What: bytes that the allocator has given out and that are of no parameter, buffer, gradient, state of the optimizer, or
-tensor of the batch: batches that were put there before, a second model, results that the loop holds.
-Why: a budget is held against the allocator's count, which has them; no observed step shows them.
-How: the allocator's count less the blocks of what is known, each rounded up to the allocator's grain.
-Cost: one pass over the tensors, and one collection of garbage where something is left. Not covered: what comes to the
-device later (the first planned steps are compared with their prediction), blocks that the allocator leaves unsplit
-(they count as others), and devices whose allocator does not count.
+Cost: one allocation, a pass over the storages and tensors, and one collection of garbage where something is left. Not
+covered: what an allocator gives out beyond its grain (CUDA leaves up to 1 MiB of a large block unsplit); that is
+measured and corrected (runtime/autopilot/measure.py). What comes to the device later (the first planned steps are
+compared with their prediction), and devices whose allocator does not count.
 """
 
 from __future__ import annotations
@@ -71,8 +68,8 @@ _WEIGHTS_BYTES = 4096
 def grain_of(device: torch.device) -> int:
     """Bytes of which every block is a multiple; 1 where the device does not count its bytes.
 
-    PlanRequest several times: between two readings a collection of garbage may free blocks, and another thread may do
-    anything. What they change is a multiple of the grain as well, so the least growth that is seen is the grain.
+    The allocator is asked several times: between two readings a collection of garbage may free blocks, and another
+    thread may do anything. What they change is a multiple of the grain as well, so the least growth is the grain.
     """
     if device.type == "cpu":
         return 1

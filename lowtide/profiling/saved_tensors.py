@@ -1,31 +1,35 @@
 """What autograd saves in the observed step: handed out as tickets, so that it is seen to leave and to come back.
 
-Saved activations are parked (stash.py): their bytes go elsewhere at once and autograd holds a handle. All readers of
-a storage share the one copy that comes back, and it goes when the last handle does: exactly when plain autograd would
+What: saved activations are parked: their bytes go elsewhere at once and autograd holds a handle. All readers of a
+storage share the one copy that comes back, and it goes when the last handle does: exactly when plain autograd would
 have released it. Parameters, casts of them, the batch and tensors that are not plain stay as they are; the questions
 are the runtime's (runtime/hooks/forward_pass.py).
+Where to: `FileStash` (no accelerator: resident memory really falls, so that the observed step itself is small),
+`HostStash` (an accelerator: main memory), `FakeStash` (fake tensors have no bytes: a new empty storage will do).
 
-Cost: one copy each way. Not covered: in-place writes after saving; the copy is that of the save.
+Cost: one synchronous copy each way; an observed step is slower by that much. Not covered: in-place writes after saving
+(the copy is that of the save); overlap, pinned memory, tiers (that is the runtime's business).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lowtide.core.codec import Codec
-from lowtide.profiling.compiled_calls import StepRecord
-from lowtide.profiling.stash import ByteStash
-from lowtide.profiling.step_record import Node
+from lowtide.core.recipe import Codec
+from lowtide.profiling.step_record import NodeRecord, StepState
 from lowtide.recipes.graph import Storage, index_limit
 from lowtide.tensors.compiled import never_compiled, refuse_compiled_part
-from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter, part_of
+from lowtide.tensors.kinds import is_plain_or_fake, leads_to_parameter
 from lowtide.tensors.private import base_of, next_sequence_number
+from lowtide.tensors.view import Shape, byte_view, part_of
 from lowtide.tensors.wrappers import Shell, arrived, inside, shell_of
 
 CodecOf = Callable[[torch.UntypedStorage, torch.dtype, int | None], Codec | None]
@@ -35,15 +39,84 @@ WRITTEN_IN_PARTS = "written in parts that do not know of each other"
 """One copy, made when the first part was saved, would have old bytes of the others."""
 
 
+class ByteStash(Protocol):
+    """A place for bytes. The ticket is the place's own business."""
+
+    def put(self, storage: torch.UntypedStorage) -> Any:
+        """Copy the bytes of `storage` away."""
+
+    def get(self, ticket: Any) -> torch.UntypedStorage:
+        """A new storage with those bytes."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class FileStash:
+    """An unlinked temporary file. The kernel may cache it, but that memory is not the process's."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="lowtide-observe-", buffering=0)  # noqa: SIM115
+        self._end = 0
+
+    def put(self, storage: torch.UntypedStorage) -> tuple[int, int]:
+        nbytes, offset = storage.nbytes(), self._end
+        view, done = byte_view(storage).numpy().data, 0
+        while done < nbytes:
+            done += os.pwrite(self._file.fileno(), view[done:], offset + done)
+        self._end += nbytes
+        return offset, nbytes
+
+    def get(self, ticket: tuple[int, int]) -> torch.UntypedStorage:
+        offset, nbytes = ticket
+        target = torch.empty(nbytes, dtype=torch.uint8)
+        view, done = target.numpy().data, 0
+        while done < nbytes:
+            num = os.preadv(self._file.fileno(), [view[done:]], offset + done)
+            if num == 0:
+                raise OSError("observe: the temporary file ends before what was written to it")
+            done += num
+        return target.untyped_storage()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class HostStash:
+    """Main memory, for tensors on an accelerator."""
+
+    def put(self, storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.device]:
+        return byte_view(storage).cpu(), storage.device
+
+    def get(self, ticket: tuple[torch.Tensor, torch.device]) -> torch.UntypedStorage:
+        return ticket[0].to(ticket[1]).untyped_storage()
+
+    def close(self) -> None:
+        pass
+
+
+class FakeStash:
+    """Fake tensors: only the size matters."""
+
+    def put(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes()
+
+    def get(self, ticket: int) -> torch.UntypedStorage:
+        return torch.empty(ticket, dtype=torch.uint8, device="cpu").untyped_storage()
+
+    def close(self) -> None:
+        pass
+
+
 class _Parked:
     """The bytes of one node while autograd holds on to it."""
 
-    __slots__ = ("__weakref__", "back", "node", "recorder", "saves", "saving_sequence", "ticket", "version")
+    __slots__ = ("__weakref__", "back", "node", "saves", "saving_sequence", "state", "ticket", "version")
 
     def __init__(
-        self, recorder: StepRecord, saves: SavedTensorRecorder, node: Node, ticket: Any, sequence: int
+        self, state: StepState, saves: SavedTensorRecorder, node: NodeRecord, ticket: Any, sequence: int
     ) -> None:
-        self.recorder = recorder
+        self.state = state
         self.saves = saves
         self.node = node
         self.ticket = ticket
@@ -52,22 +125,22 @@ class _Parked:
         self.back: torch.UntypedStorage | None = None
 
     def open(self) -> torch.UntypedStorage:
-        self.node.reads.append(self.recorder.num_ops)
-        if not self.recorder.is_backward:
+        self.node.reads.append(self.state.ops.count)
+        if not self.state.ops.is_backward:
             self.saves.read_early = self.saves.read_early or self.node.name
-        self.node.gathered &= self.recorder.storages.gathered_now()
+        self.node.gathered &= self.state.storages.gathered_now()
         if self.back is None:
             self.back = self.saves.bring_back(self)
             if self.node.codec is None:
                 limit = index_limit(self.node.storage)
-                self.node.codec = self.saves.codec_of(self.back, self.node.dtype, limit)
-            if self.recorder.compiled is not None:
-                self.recorder.compiled.brought(self.back.nbytes())
+                self.node.codec = self.saves.codec_of(self.back, self.node.shape.dtype, limit)
+            if self.state.compiled is not None:
+                self.state.compiled.brought(self.back.nbytes())
         return self.back
 
     @never_compiled
     def __del__(self) -> None:
-        self.node.release = max(self.node.release, self.recorder.num_ops)
+        self.node.release = max(self.node.release, self.state.ops.count)
 
 
 class _Handle:
@@ -82,9 +155,9 @@ class _Handle:
         self.geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def open(self) -> torch.Tensor:
-        with self.parked.recorder.silently():
+        with self.parked.state.silently():
             storage = self.parked.open()
-            tensor = torch.empty(0, dtype=self.dtype, device=self.parked.recorder.device)
+            tensor = torch.empty(0, dtype=self.dtype, device=self.parked.state.device)
             tensor.set_(storage, *self.geometry)
             return tensor if self.shell is None else self.shell.around(tensor)
 
@@ -92,9 +165,9 @@ class _Handle:
 class SavedTensorRecorder:
     """The saved-tensor hooks of one observed step."""
 
-    def __init__(self, recorder: StepRecord, stash: ByteStash, codec_of: CodecOf) -> None:
+    def __init__(self, state: StepState, stash: ByteStash, codec_of: CodecOf) -> None:
         self.codec_of = codec_of
-        self.nodes: dict[int, Node] = {}
+        self.nodes: dict[int, NodeRecord] = {}
         """By index of their storage."""
         self.kept: set[int] = set()
         """Indices of storages that were saved and stay."""
@@ -104,7 +177,7 @@ class SavedTensorRecorder:
         """Names that more than one storage has."""
         self.read_early = ""
         """A node that was read before the forward was over."""
-        self._recorder = recorder
+        self._state = state
         self._stash = stash
         self._index_of: dict[str, int] = {}
         self._parked: dict[int, weakref.ref[_Parked]] = {}
@@ -115,17 +188,17 @@ class SavedTensorRecorder:
 
     @never_compiled
     def _pack(self, saved: torch.Tensor) -> Any:
-        with self._recorder.silently():
+        with self._state.silently():
             tensor = arrived(saved)
-            record = self._recorder.storages.find(tensor) if is_plain_or_fake(tensor) else None
-            if self._recorder.compiled is None:
-                refuse_compiled_part(self._recorder.path)
+            record = self._state.storages.find(tensor) if is_plain_or_fake(tensor) else None
+            if self._state.compiled is None:
+                refuse_compiled_part(self._state.path[-1])
             elif record is None and is_plain_or_fake(tensor) and not isinstance(base_of(tensor), nn.Parameter):
-                record = self._recorder.compiled.made(tensor)
-            if not self._recorder.is_inside or not self.is_activation(saved, record):
+                record = self._state.compiled.made(tensor)
+            if not self._state.is_inside or not self.is_activation(saved, record):
                 return self._stay(saved, record)
             if record is None:
-                record = self._recorder.storages.find_or_register(tensor, "unknown")
+                record = self._state.storages.find_or_register(tensor, "unknown")
             why = self._why_it_stays(tensor, record)
             if why:
                 if (record.index not in self.nodes or why == WRITTEN_IN_PARTS) and record.nbytes:
@@ -148,7 +221,7 @@ class SavedTensorRecorder:
         if node is not None:
             return "" if node.part == part_of(tensor) else WRITTEN_IN_PARTS
         # Storages are found again by name. What came into the model has no name but that of the layer that saves it.
-        name = self._recorder.named.get(record.index) or f"{self._recorder.region()}.input".lstrip(".")
+        name = self._state.named.get(record.index) or f"{self._state.layer}.input".lstrip(".")
         record.name = name
         if self._index_of.setdefault(name, record.index) != record.index:
             self.ambiguous.add(name)
@@ -163,15 +236,15 @@ class SavedTensorRecorder:
             return False
         if (record is not None and is_parameter(record)) or leads_to_parameter(tensor):
             return False
-        return (record is not None and record.index in self._recorder.named) or tensor.grad_fn is not None
+        return (record is not None and record.index in self._state.named) or tensor.grad_fn is not None
 
     def is_movable(self, tensor: torch.Tensor) -> bool:
         if tensor.is_conj() or tensor.is_neg():
             return False
-        return tensor.device.type == self._recorder.device.type and tensor.untyped_storage().nbytes() > 0
+        return tensor.device.type == self._state.device.type and tensor.untyped_storage().nbytes() > 0
 
     def _parked_for(self, record: Storage, tensor: torch.Tensor) -> _Parked:
-        sequence = next_sequence_number() - self._recorder.start_sequence
+        sequence = next_sequence_number() - self._state.ops.start_sequence
         node = self.nodes.get(record.index)
         if node is None:
             node = self.nodes[record.index] = self.new_node(record, tensor, record.name)
@@ -179,24 +252,21 @@ class SavedTensorRecorder:
         ref = self._parked.get(record.index)
         parked = ref() if ref is not None else None
         if parked is None or parked.version != record.num_writes:
-            parked = _Parked(self._recorder, self, node, self._stash.put(tensor.untyped_storage()), sequence)
+            parked = _Parked(self._state, self, node, self._stash.put(tensor.untyped_storage()), sequence)
             self._parked[record.index] = weakref.ref(parked)
         return parked
 
-    def new_node(self, record: Storage, tensor: torch.Tensor, name: str) -> Node:
-        return Node(
+    def new_node(self, record: Storage, tensor: torch.Tensor, name: str) -> NodeRecord:
+        return NodeRecord(
             storage=record,
             name=name,
             version=record.num_writes,
-            saved=max(self._recorder.num_ops - 1, record.born),
-            size=tuple(tensor.size()),
-            stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
-            dtype=tensor.dtype,
+            saved=max(self._state.ops.count - 1, record.born),
+            shape=Shape(tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype),
             part=part_of(tensor),
             # Also of a retained input: how long its copy may take is counted from here.
-            first_sequence=next_sequence_number() - self._recorder.start_sequence,
-            gathered=self._recorder.storages.gathered_now(),
+            first_sequence=next_sequence_number() - self._state.ops.start_sequence,
+            gathered=self._state.storages.gathered_now(),
         )
 
     def repark(self, written: list[Storage]) -> None:
@@ -204,12 +274,12 @@ class SavedTensorRecorder:
         for record in written:
             ref = self._parked.get(record.index)
             parked = ref() if ref is not None else None
-            sequence = next_sequence_number() - self._recorder.start_sequence
+            sequence = next_sequence_number() - self._state.ops.start_sequence
             if parked is None or parked.saving_sequence != sequence:
                 continue
-            storage = self._recorder.storages.storage_of(record)
+            storage = self._state.storages.storage_of(record)
             assert storage is not None
-            with self._recorder.silently():
+            with self._state.silently():
                 parked.ticket = self._stash.put(storage)
             parked.version = parked.node.version = record.num_writes
 
@@ -217,8 +287,8 @@ class SavedTensorRecorder:
         """The parked bytes, on the device again; from now on their death is the node's release."""
         storage = self._stash.get(parked.ticket)
         node = parked.node
-        self._recorder.storages.watch(
-            storage, node.storage, lambda: setattr(node, "release", max(node.release, self._recorder.num_ops))
+        self._state.storages.watch(
+            storage, node.storage, lambda: setattr(node, "release", max(node.release, self._state.ops.count))
         )
         return storage
 

@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from lowtide.core.codec import Codec
+from lowtide.core.recipe import Codec
 from lowtide.profiling.op_timer import DeviceTimer
 from lowtide.tensors.codecs import (
     depends_on_values,

@@ -22,7 +22,7 @@ import dataclasses
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,14 @@ from torch import nn
 from lowtide.core.profile import StateBytes
 from lowtide.tensors.fsdp import is_sharded, local_part
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
-from lowtide.tensors.optimizers import CUT_ELEMENTS, SWAP_ATTRIBUTE, bare, is_alike_in_stretches
+from lowtide.tensors.optimizers import (
+    CUT_ELEMENTS,
+    SWAP_ATTRIBUTE,
+    bare,
+    bare_step,
+    is_alike_in_stretches,
+    parameters_of,
+)
 from lowtide.tensors.private import (
     OPTIMIZER_HOOKS,
     OPTIMIZER_STATE_HOOKS,
@@ -131,18 +138,17 @@ def _state_of(optimizer: torch.optim.Optimizer, in_stretches: set[int]) -> _Stat
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
+    return list({id(p): p for p in parameters_of(optimizer)}.values())
 
 
 def _in_stretches(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> set[int]:
-    """Numbers of the parameters that may be stepped in stretches, as optimizer/stretches.py decides."""
+    """Numbers of the parameters that may be stepped in stretches, as optimizer/buckets.py decides."""
     number_of = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
     return {
         number_of[id(parameter)]
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if (not is_sharded(parameter) or group.get("foreach") is not None or group.get("fused"))
-        and is_alike_in_stretches(optimizer, group, parameter.dtype, is_accelerator=is_accelerator)
+        if is_alike_in_stretches(optimizer, group, parameter, is_accelerator=is_accelerator)
     }
 
 
@@ -169,7 +175,7 @@ def _temporaries(twin: torch.optim.Optimizer, fakes: list[nn.Parameter]) -> int:
     live.add_all([*there, *optimizer_tensors(twin)])
     with live:
         for _ in range(_NUM_STEPS):
-            _step_of(type(twin))(twin)
+            bare_step(type(twin))(twin)
     return max(0, live.peak_bytes - unique_bytes(there) - unique_bytes(optimizer_tensors(twin)))
 
 
@@ -187,12 +193,6 @@ def _share_at_once(optimizer: torch.optim.Optimizer, is_accelerator: bool, state
     except Exception:  # some want a gradient for each
         return 1.0
     return min(1.0, nbytes * max(1.0, temporaries / alone) / state.movable) if alone else 1.0
-
-
-def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """The step itself, without the hooks that are registered for all optimizers."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _twin(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:

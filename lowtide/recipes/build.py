@@ -21,25 +21,23 @@ Collectives: a recipe holds none, for all ranks of the group would have to run i
 `build_collective_recipes` makes those that do hold one, for rules that name them (mindformers/plan.py). Only functional
 collectives are repeated: they name their group by a string, and return memory of their own.
 
-Cost: the recorded seconds of the operators. Building is linear in the steps written; no recipe is longer than
-`MAX_STEPS`. Not covered: numbers that Python computes anew in each step and passes to an operator (a schedule); those
-that come out of a tensor (`.item()`) are noticed, except through `tolist()` on the host.
+Not covered: numbers that Python computes anew in each step and passes to an operator (a schedule); those that come out
+of a tensor (`.item()`) are noticed, except through `tolist()` on the host.
 
-Bind: a recipe in the sizes of this forward pass.
-
-What: a recipe was written down in an observed step, with the sizes of that step in it: in the arguments of operators
-(`arange(128)`), in how they look at storages (size, stride, offset). A batch of another length runs the same operators
-with other sizes. `bound` takes those from the operators that ran in this very forward pass, as the log of the proof
-(proof.py) has them, and gives a recipe that holds for it.
+`bound` gives a recipe in the sizes of this forward pass. It was written down in an observed step, with the sizes of
+that step in it: in the arguments of operators (`arange(128)`), in how they look at storages (size, stride, offset). A
+batch of another length runs the same operators with other sizes. `bound` takes those from the operators that ran in
+this very forward pass, as the log of the proof (proof.py) has them, and gives a recipe that holds for it.
 
 Why it is exact: nothing is derived. The proof has found, operator by operator, that this pass did what the recipe does:
 the same operators, on the results of each other, from the same tensors at the same versions, with the same arguments
 but for numbers and shapes. The bound recipe repeats them with those that they were given. So no expression in the
 batch's sizes is needed, nor two shapes that agree on one: 8 may be a length, a number of heads, or both.
 
-Cost: some 10 us a step, once for each set of sizes (runtime/recompute/recipe_graph.py keeps the last). Not covered:
-forward passes without a log (`check: sampled`), collectives, tensors that are seen in another dtype, storages that are
-written in parts: what has those holds for one shape, or stays (`Recipe.can_follow_sizes`).
+Cost: building is linear in the steps written; no recipe is longer than `MAX_STEPS`. `bound` takes some 10 us a step,
+once for each set of sizes (runtime/recompute/recipe_graph.py keeps the last). Not covered by it: forward passes without
+a log (`check: sampled`), collectives, tensors that are seen in another dtype, storages that are written in parts: what
+has those holds for one shape, or stays (`Recipe.can_follow_sizes`).
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ from typing import Any
 import torch
 
 from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep
-from lowtide.recipes.graph import Call, Storage, Value
+from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.recipes.operators import (
     WAIT,
     filled_version,
@@ -72,7 +70,7 @@ from lowtide.recipes.operators import (
     sizes_in,
     written_values,
 )
-from lowtide.recipes.proof import Given, Made, OperatorLog, Proof, Repeated, Seen, Start
+from lowtide.recipes.proof import FromInput, FromStep, OperatorLog, Proof, Repeated, Seen, Start
 from lowtide.tensors.private import OpOverload
 from lowtide.tensors.view import Shape
 
@@ -95,47 +93,41 @@ class Target:
     saved: int
     """Forward operator after which its first hook ran."""
     is_retained_input: bool
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    """Geometry of the first view that was saved or caught."""
+    shape: Shape
+    """Of the first view that was saved or caught."""
 
 
 class _NoRecipeError(Exception):
     """Why there is none, in a short phrase."""
 
 
-def build_recipes(calls: Sequence[Call], targets: Sequence[Target]) -> Mapping[int, Recipe | str]:
+def build_recipes(calls: Sequence[OpCall], targets: Sequence[Target]) -> Mapping[int, Recipe | str]:
     """The recipe of each target, by `storage.index`; a short phrase where there is none.
 
     `calls` are the forward's operators; `targets` are in order of saving: a recipe starts from earlier targets only.
     """
-    graph = _Graph(calls, targets)
-    recipes: dict[int, Recipe | str] = {}
-    for rank, target in enumerate(targets):
-        try:
-            recipes[target.storage.index] = _RecipeBuilder(graph, target, rank).build()
-        except _NoRecipeError as reason:
-            recipes[target.storage.index] = str(reason)
-    return recipes
+    return _built(_Graph(calls, targets), list(enumerate(targets)))
 
 
 def build_collective_recipes(
-    calls: Sequence[Call], targets: Sequence[Target], recipes: Mapping[int, Recipe | str]
+    calls: Sequence[OpCall], targets: Sequence[Target], recipes: Mapping[int, Recipe | str]
 ) -> Mapping[int, Recipe | str]:
     """The recipes with collectives of those targets that have none in `recipes` (from `build_recipes`) for that reason.
 
     By `storage.index`, as `build_recipes`. The name of a group is that of the rank that observed.
     """
     asked = [(rank, target) for rank, target in enumerate(targets) if recipes[target.storage.index] == COLLECTIVE]
-    if not asked:
-        return {}
-    graph = _Graph(calls, targets)
+    return _built(_Graph(calls, targets), asked, with_collectives=True) if asked else {}
+
+
+def _built(
+    graph: _Graph, targets: Sequence[tuple[int, Target]], *, with_collectives: bool = False
+) -> dict[int, Recipe | str]:
+    """The recipe, or why there is none, of each target with its rank."""
     found: dict[int, Recipe | str] = {}
-    for rank, target in asked:
+    for rank, target in targets:
         try:
-            found[target.storage.index] = _RecipeBuilder(graph, target, rank, with_collectives=True).build()
+            found[target.storage.index] = _RecipeBuilder(graph, target, rank, with_collectives).build()
         except _NoRecipeError as reason:
             found[target.storage.index] = str(reason)
     return found
@@ -144,12 +136,12 @@ def build_collective_recipes(
 class _Graph:
     """What all recipes of a step share: who wrote what, and where a walk stops."""
 
-    def __init__(self, calls: Sequence[Call], targets: Sequence[Target]) -> None:
+    def __init__(self, calls: Sequence[OpCall], targets: Sequence[Target]) -> None:
         self.targets: dict[int, tuple[int, Target]] = {}
         for rank, target in enumerate(targets):
             self.targets.setdefault(target.storage.index, (rank, target))
-        self.writers: dict[int, list[tuple[Call, Value]]] = {}
-        self.reinterpretations: dict[tuple, Call] = {}
+        self.writers: dict[int, list[tuple[OpCall, Value]]] = {}
+        self.reinterpretations: dict[tuple, OpCall] = {}
         self.filled: dict[int, int | None] = {}
         self.item_reads: dict[str, int] = {}
         self.wait_seconds: dict[int, float] = {}
@@ -157,7 +149,7 @@ class _Graph:
         for call in calls:
             self._note(call)
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: OpCall) -> None:
         name = packet_name(call)
         if name == "_local_scalar_dense" and call.args[0].dtype is not torch.bool:
             # A bool can only choose a branch, which shows in the order of what is saved.
@@ -172,7 +164,7 @@ class _Graph:
         for value in written_values(call):
             self.writers.setdefault(value.storage.index, []).append((call, value))
 
-    def maker(self, storage: Storage, version: int) -> Call:
+    def maker(self, storage: Storage, version: int) -> OpCall:
         """The operator after which the storage had this version."""
         if storage.kind == "input":
             raise _NoRecipeError("input")
@@ -202,7 +194,7 @@ class _Graph:
         filled = self.filled[storage.index]
         return filled is not None and version >= filled
 
-    def reads_data(self, call: Call) -> bool:
+    def reads_data(self, call: OpCall) -> bool:
         """Whether Python may have computed a number in this call's arguments from a tensor, in a module close by."""
         if not self.item_reads:
             return False
@@ -219,7 +211,7 @@ class _RecipeBuilder:
     target: Target
     rank: int
     with_collectives: bool = False
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, OpCall] = field(default_factory=dict)
     inputs: dict[RecipeInput, int] = field(default_factory=dict)
     steps: list[RecipeStep] = field(default_factory=list)
     made: dict[int, tuple[int, int, Value]] = field(default_factory=dict)
@@ -245,11 +237,11 @@ class _RecipeBuilder:
             is_shape_free=self.is_shape_free,
         )
 
-    def _seconds(self, call: Call) -> float:
+    def _seconds(self, call: OpCall) -> float:
         made = call.outputs[0] if call.is_collective else None
         return call.seconds + (0.0 if made is None else self.graph.wait_seconds.get(made.storage.index, 0.0))
 
-    def _result(self) -> tuple[Call, int]:
+    def _result(self) -> tuple[OpCall, int]:
         """The operator that completed the node, and which of its outputs that is."""
         storage = self.target.storage
         call = self.graph.maker(storage, self.target.version)
@@ -286,7 +278,7 @@ class _RecipeBuilder:
                     seen.add(key)
                     needed.append((value.storage, value.version))
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: OpCall) -> None:
         if is_random(call):
             raise _NoRecipeError("random")
         if leaves_bytes_unset(call):
@@ -320,7 +312,7 @@ class _RecipeBuilder:
             return None
         return RecipeInput(kind="node", name=storage.name, geometry=_geometry(value))
 
-    def _write(self, call: Call) -> None:
+    def _write(self, call: OpCall) -> None:
         """One operator as a step, after the views that it needs of what earlier steps made."""
         step = RecipeStep(
             op=str(call.func),
@@ -350,8 +342,7 @@ class _RecipeBuilder:
             return self._view(value)
         if start.kind == "node":
             _, target = self.graph.targets[value.storage.index]
-            saved = (target.size, target.stride, target.offset, target.dtype)
-            self.is_shape_free &= _looks(value) == saved
+            self.is_shape_free &= _looks(value) == target.shape
         return {"input": self.inputs.setdefault(start, len(self.inputs))}
 
     def _view(self, value: Value) -> dict[str, int]:
@@ -378,7 +369,7 @@ class _RecipeBuilder:
         source = self._view(call.args[0])
         self.steps.append(RecipeStep(op=str(call.func), args=(source, *map(encode_constant, call.args[1:]))))
 
-    def _transient_bytes(self, order: Sequence[Call]) -> int:
+    def _transient_bytes(self, order: Sequence[OpCall]) -> int:
         """Most bytes at once: each storage from the operator that makes it to the last that reads it."""
         last = {value.storage.index: call.index for call in order for value in read_values(call)}
         last[self.target.storage.index] = order[-1].index + 1
@@ -391,8 +382,8 @@ class _RecipeBuilder:
         return peak
 
 
-def _looks(value: Value) -> tuple:
-    return value.size, value.stride, value.offset, value.dtype
+def _looks(value: Value) -> Shape:
+    return Shape(value.size, value.stride, value.offset, value.dtype)
 
 
 def _name(thing: torch.dtype | torch.layout | torch.memory_format) -> str:
@@ -462,22 +453,22 @@ class _Binder:
         self._placed[step.place] = (len(self._steps) - 1, step.outputs)
 
     def _argument(self, planned: Any, actual: Any) -> Any:
-        if isinstance(planned, Given):
+        if isinstance(planned, FromInput):
             start = self._recipe.inputs[planned.index]
             geometry = _seen_geometry(actual)
             if geometry.dtype != start.geometry.dtype:
                 raise _OtherDtypeError
             entry = dataclasses.replace(start, geometry=geometry)
             return {"input": self._inputs.setdefault(entry, len(self._inputs))}
-        if isinstance(planned, Made):
+        if isinstance(planned, FromStep):
             return self._made(planned, actual)
         if isinstance(planned, list):
-            if any(isinstance(part, (Given, Made, list)) for part in planned):
+            if any(isinstance(part, (FromInput, FromStep, list)) for part in planned):
                 return [self._argument(*pair) for pair in zip(planned, actual, strict=True)]
             return encode_constant(actual)
         return planned if isinstance(planned, dict) else encode_constant(actual)
 
-    def _made(self, planned: Made, actual: Seen) -> dict[str, int]:
+    def _made(self, planned: FromStep, actual: Seen) -> dict[str, int]:
         step, outputs = self._placed[planned.step]
         given_out = outputs[planned.output]
         assert given_out is not None, "the proof has compared it"

@@ -29,7 +29,7 @@ class _Register(int):
     """A place in the table of a run, to tell it from a number."""
 
 
-class Program:
+class CompiledRecipe:
     """A recipe that can be run. Made by `compile_recipe`."""
 
     __slots__ = ("_num_inputs", "_num_registers", "_result", "_steps")
@@ -57,9 +57,9 @@ class Program:
         return result
 
 
-def compile_recipe(recipe: Recipe) -> Program:
+def compile_recipe(recipe: Recipe) -> CompiledRecipe:
     """The recipe, ready to run. Raises ConfigError if it names an operator that this torch does not have."""
-    return Program(recipe)
+    return CompiledRecipe(recipe)
 
 
 class _Step:

@@ -1,19 +1,15 @@
 """The operators of one observed step, as a graph of values on storages.
 
-What: the recorder (profiling/observe_step.py) writes one `Call` for each operator that ran and one `Storage` for each
-block of bytes that it saw; the recipe builder (build.py) reads them. Nothing here holds a tensor: a `Value` says how
-a tensor viewed a storage, and at which version. So the graph of a step costs no device memory.
+What: the recorder (profiling/step_recorder.py) writes one `OpCall` for each operator that ran and one `Storage` for
+each block of bytes that it saw; the recipe builder (build.py) reads them. Nothing here holds a tensor: a `Value` says
+how a tensor viewed a storage, and at which version. So the graph of a step costs no device memory.
 
-Not covered: what the numbers were.
+`index_limit` says below what the indices are that a max-pool, a sort or a maximum over one dimension gives out: places
+in the plane or the dimension that it looked at. It follows from the operator's definition and not from values, so int64
+indices may be stored in fewer bytes without a look at them (tensors/codecs.py), on an accelerator too.
 
-Below what the indices are that an operator gives out, by its definition and not by their values.
-
-What: `index_limit` of a storage that a max-pool, a sort or a maximum over one dimension made: places in the plane or
-the dimension that it looked at. So int64 indices may be stored in fewer bytes without a look at them
-(tensors/codecs.py), on an accelerator too.
-
-Cost: a dictionary. Not covered: indices that something wrote to after they were made, masked or shifted ones, and those
-that came with the batch (token ids): nothing says what these may be in the next step.
+Not covered: what the numbers were; limits of indices that something wrote to after they were made, of masked or shifted
+ones, and of those that came with the batch (token ids): they may be others in the next step.
 """
 
 from __future__ import annotations
@@ -50,20 +46,13 @@ def index_limit(storage: Storage) -> int | None:
     name = call.func.overloadpacket.__name__
     if name in _PLANES:
         return math.prod(source.size[-_PLANES[name] :])
-    dim = _argument(call, "dim") if name in _OVER_ONE else None
+    dim = call.argument("dim") if name in _OVER_ONE else None
     return source.size[dim] if isinstance(dim, int) else None
 
 
-def _source(call: Call) -> Value | None:
+def _source(call: OpCall) -> Value | None:
     source = call.args[0] if call.args else None
     return source if isinstance(source, Value) else None
-
-
-def _argument(call: Call, name: str) -> Any:
-    for place, argument in enumerate(schema_of(call.func).arguments):
-        if argument.name == name:
-            return call.kwargs.get(name, call.args[place] if place < len(call.args) else argument.default_value)
-    return None
 
 
 @dataclass(slots=True)
@@ -80,7 +69,7 @@ class Storage:
     """'made' by an operator, 'parameter', 'buffer', 'input' (there before the step), 'replaced' (a buffer when the
     step began, whose name means another tensor since), 'unknown' (first seen as an argument: something made it that
     the dispatch mode did not see)."""
-    producer: Call | None = None
+    producer: OpCall | None = None
     born: int = -1
     """Index of the operator that made it; -1 if it was there before the step."""
     dies: int | None = None
@@ -110,7 +99,7 @@ class Value:
 
 
 @dataclass(slots=True)
-class Call:
+class OpCall:
     """One operator that ran. In `args` and `kwargs` every tensor is replaced by its `Value`."""
 
     index: int
@@ -122,7 +111,13 @@ class Call:
     """The flattened outputs; None for what is no tensor."""
     name: str
     seconds: float
-    is_random: bool
     is_collective: bool
     temporary_bytes: int = 0
     """What it held while it ran, beyond what it was given and gave out; 0 where nobody counts."""
+
+    def argument(self, name: str) -> Any:
+        """The argument that the operator's schema calls `name`, or its default; None if the schema has none."""
+        for place, argument in enumerate(schema_of(self.func).arguments):
+            if argument.name == name:
+                return self.kwargs.get(name, self.args[place] if place < len(self.args) else argument.default_value)
+        return None

@@ -18,7 +18,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lowtide.recipes.graph import Call, Storage, Value
+import torch
+
+from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.tensors.private import OpOverload, schema_of
 
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
@@ -45,33 +47,33 @@ WAIT = "_c10d_functional.wait_tensor.default"
 """What stands between a functional collective and its first reader."""
 
 
-def leaves_bytes_unset(call: Call) -> bool:
+def leaves_bytes_unset(call: OpCall) -> bool:
     """Whether some bytes of what it gives are what the memory held before: no second run gives the same."""
     return packet_name(call) in _WORKSPACES
 
 
-def is_repeatable(call: Call) -> bool:
+def is_repeatable(call: OpCall) -> bool:
     """Whether a recipe can issue this collective again."""
     is_functional = call.func.namespace == "_c10d_functional" and not schema_of(call.func).is_mutable
     return is_functional and packet_name(call) in _REPEATABLE
 
 
-def writes_unsaid(call: Call) -> bool:
+def writes_unsaid(call: OpCall) -> bool:
     """Whether the call writes into those tensors that it also gives out, although its schema does not say so."""
     return call.func.namespace == "c10d"
 
 
-def is_wait(call: Call) -> bool:
+def is_wait(call: OpCall) -> bool:
     """Whether the call waits for a functional collective. It gives out the tensor that it was given."""
     return str(call.func) == WAIT
 
 
-def packet_name(call: Call) -> str:
+def packet_name(call: OpCall) -> str:
     """`mul` of `aten.mul.Tensor`; empty for what is no operator overload."""
     return call.func.overloadpacket.__name__ if isinstance(call.func, OpOverload) else ""
 
 
-def read_values(call: Call) -> Iterator[Value]:
+def read_values(call: OpCall) -> Iterator[Value]:
     """The tensors that a recipe must give to the operator."""
     return (leaf for leaf in _leaves((pure_args(call), *call.kwargs.values())) if isinstance(leaf, Value))
 
@@ -85,7 +87,7 @@ def _leaves(given: Any) -> Iterator[Any]:
         yield from _leaves(item)
 
 
-def pure_args(call: Call) -> Sequence[Any]:
+def pure_args(call: OpCall) -> Sequence[Any]:
     """The positional arguments of a run that changes nothing but its results and what is written in place."""
     if not updated_statistics(call.func, call.args):
         return call.args
@@ -106,18 +108,13 @@ def updated_statistics(func: Any, args: Sequence[Any]) -> list[Any]:
     return [given for given in args[_RUNNING_STATISTICS] if given is not None]
 
 
-def is_random(call: Call) -> bool:
+def is_random(call: OpCall) -> bool:
     """Whether the call drew random numbers. Attention kernels are marked as random; without dropout they are not."""
-    if not call.is_random or not isinstance(call.func, OpOverload):
-        return call.is_random
-    for position, argument in enumerate(schema_of(call.func).arguments):
-        if argument.name == "dropout_p":
-            default = call.kwargs.get("dropout_p", argument.default_value)
-            return bool(call.args[position] if position < len(call.args) else default)
-    return True
+    is_marked = isinstance(call.func, OpOverload) and torch.Tag.nondeterministic_seeded in call.func.tags
+    return is_marked and call.argument("dropout_p") != 0.0
 
 
-def written_values(call: Call) -> list[Value]:
+def written_values(call: OpCall) -> list[Value]:
     """The tensors that the operator writes into in place."""
     statistics = updated_statistics(call.func, call.args)
     if statistics:
@@ -151,12 +148,12 @@ def shows_all(storage: Storage) -> bool:
     return sum(shown) >= storage.nbytes
 
 
-def overwrites(call: Call, value: Value) -> bool:
+def overwrites(call: OpCall, value: Value) -> bool:
     """Whether a call writes all of a tensor without reading it."""
     return (packet_name(call) in _OVERWRITES or is_random(call)) and bool(call.args) and call.args[0] is value
 
 
-def filled_version(storage: Storage, writers: Sequence[tuple[Call, Value]]) -> int | None:
+def filled_version(storage: Storage, writers: Sequence[tuple[OpCall, Value]]) -> int | None:
     """The version from which all bytes of an `is_empty` storage have been written; None if that cannot be told."""
     written: list[Value] = []
     for version, (call, value) in enumerate(writers, start=1):
@@ -204,7 +201,7 @@ def _follow(parts: Sequence[Value], dim: int) -> bool:
     return True
 
 
-def sizes_in(calls: Iterable[Call]) -> frozenset[int]:
+def sizes_in(calls: Iterable[OpCall]) -> frozenset[int]:
     """Every size of a tensor that some call saw, and the products of neighbouring ones."""
     found: set[int] = set()
     shapes = {value.size for call in calls for value in (*read_values(call), *filter(None, call.outputs))}
@@ -214,7 +211,7 @@ def sizes_in(calls: Iterable[Call]) -> frozenset[int]:
     return frozenset(found - {0, 1})
 
 
-def has_sizes(call: Call, known_sizes: frozenset[int]) -> bool:
+def has_sizes(call: OpCall, known_sizes: frozenset[int]) -> bool:
     """Whether a size, stride or offset is written in the call; also `arange(16)`: its result has a size of its own.
 
     A number to compute with that is a size of some tensor in the step, or one over it, counts as one: it may come from
@@ -232,7 +229,7 @@ def has_sizes(call: Call, known_sizes: frozenset[int]) -> bool:
     return any(_is_size(number, known_sizes) for number in numbers)
 
 
-def _is_sized_by_parameter(call: Call) -> bool:
+def _is_sized_by_parameter(call: OpCall) -> bool:
     if packet_name(call) not in _SIZED_BY_WEIGHT:
         return False
     weight = next((arg for key, arg in [*enumerate(call.args), *call.kwargs.items()] if key in _WEIGHT), None)
@@ -269,7 +266,7 @@ def _size_arguments(func: OpOverload) -> tuple[frozenset[int | str], frozenset[i
     return frozenset(sizes), frozenset(scalars)
 
 
-def has_numbers(call: Call) -> bool:
+def has_numbers(call: OpCall) -> bool:
     """Whether a number, or a view that a number may have chosen, is among the arguments."""
     for leaf in _leaves((call.args, *call.kwargs.values())):
         if type(leaf) in (int, float):

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.recipe import Recipe
 from lowtide.recipes.execute import find_operator
 from lowtide.recipes.operators import WAIT, has_statistics, pure_args
-from lowtide.tensors.kinds import is_plain, part_of
+from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     TorchDispatchMode,
     base_of,
@@ -44,7 +44,7 @@ from lowtide.tensors.private import (
     tree_leaves,
     version_of,
 )
-from lowtide.tensors.view import Shape, may_overlap
+from lowtide.tensors.view import Shape, may_overlap, part_of
 from lowtide.tensors.wrappers import is_desugared
 
 _AS_STRIDED = "aten.as_strided.default"
@@ -200,14 +200,14 @@ def _written_positions(func: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class FromInput:
     """A tensor among a step's arguments: the `index`-th that the recipe starts from."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class FromStep:
     """A tensor that an earlier step made."""
 
     step: int
@@ -227,6 +227,8 @@ class _ProofStep:
     kwargs: dict[str, Any]
     has_statistics: bool
     """Some of its arguments are no input of a recipe."""
+    is_strided: bool
+    """It looks at what an earlier step made, in another size, stride and offset."""
 
 
 class Repeated(NamedTuple):
@@ -235,7 +237,7 @@ class Repeated(NamedTuple):
     place: int
     """Of the step."""
     planned: tuple[list[Any], dict[str, Any]]
-    """Its arguments; a tensor is a `Given` or a `Made`."""
+    """Its arguments; a tensor is a `FromInput` or a `FromStep`."""
     ran: tuple[Sequence[Any], dict[str, Any]]
     """What the operator got in their places; a tensor is a `Seen`."""
     outputs: list[Seen | None]
@@ -248,10 +250,11 @@ class Proof:
     kinds: frozenset = frozenset()
     """Operators that the log must note for it."""
     _steps: list[_ProofStep] = field(default_factory=list)
-    _views: dict[int, tuple[Made, RecipeView]] = field(default_factory=dict)
+    _views: dict[int, FromStep] = field(default_factory=dict)
+    """The steps that only look in another way, and what they look at."""
     _writers: dict[tuple[int, int], list[tuple[int, Shape | None]]] = field(default_factory=dict)
     """By step and output: the steps that write to it in place, and where, if that is known."""
-    _target: Made | None = None
+    _target: FromStep | None = None
 
     def mismatch(self, log: OperatorLog, site: Start, starts: Sequence[Start]) -> str:
         """Where this forward pass parts from the recipe, in words; empty where it does not.
@@ -269,17 +272,6 @@ class Proof:
         return comparison.run(self._target, site) or comparison.repeated()
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeView:
-    """How a step of a recipe looks at what an earlier one made."""
-
-    func: Any
-    args: tuple[Any, ...]
-    is_strided: bool
-    is_wait: bool
-    """For a collective: the tensor is the same one, only its bytes are there."""
-
-
 def proof_of(recipe: Recipe) -> Proof:
     """The recipe, ready to be compared. Raises ConfigError if it names an operator that this torch does not have."""
     proof = Proof()
@@ -287,30 +279,29 @@ def proof_of(recipe: Recipe) -> Proof:
         func = find_operator(step.op)
         args = [_template(proof, arg) for arg in step.args]
         kwargs = {key: _template(proof, arg) for key, arg in step.kwargs.items()}
-        compiled = _ProofStep(func, args, kwargs, has_statistics(func))
+        compiled = _ProofStep(func, args, kwargs, has_statistics(func), step.op == _AS_STRIDED)
         proof._steps.append(compiled)
         if step.op == WAIT or _is_view(func):
             base = args[0]
-            assert isinstance(base, Made), "a recipe looks in another way only at what it made"
-            view = RecipeView(func, tuple(args[1:]), step.op == _AS_STRIDED, step.op == WAIT)
-            proof._views[index] = (base, view)
+            assert isinstance(base, FromStep), "a recipe looks in another way only at what it made"
+            proof._views[index] = base
         else:
             for position in _written_positions(func):
                 base = args[position] if position < len(args) else None
-                if isinstance(base, Made):
+                if isinstance(base, FromStep):
                     proof._writers.setdefault((base.step, base.output), []).append((index, _region(proof, base.views)))
     proof._target = _target_of(proof, recipe)
     proof.kinds = frozenset(step.func for i, step in enumerate(proof._steps) if i not in proof._views)
     return proof
 
 
-def _target_of(proof: Proof, recipe: Recipe) -> Made:
+def _target_of(proof: Proof, recipe: Recipe) -> FromStep:
     last = len(recipe.steps) - 1
     written = _written_positions(proof._steps[last].func) if last not in proof._views else ()
     if written:
         base = proof._steps[last].args[written[0]]
-        assert isinstance(base, Made)
-        return Made(base.step, base.output, last, last)
+        assert isinstance(base, FromStep)
+        return FromStep(base.step, base.output, last, last)
     return _made(proof, last, recipe.output)
 
 
@@ -318,17 +309,18 @@ def _template(proof: Proof, arg: Any) -> Any:
     if isinstance(arg, (list, tuple)):
         return [_template(proof, part) for part in arg]
     if isinstance(arg, dict) and "input" in arg:
-        return Given(arg["input"])
+        return FromInput(arg["input"])
     if isinstance(arg, dict) and "step" in arg:
         return _made(proof, arg["step"], arg["output"])
     return arg
 
 
-def _made(proof: Proof, step: int, output: int) -> Made:
+def _made(proof: Proof, step: int, output: int) -> FromStep:
     views: tuple[int, ...] = ()
     if step in proof._views:
-        base, view = proof._views[step]
-        views = base.views if view.is_wait else (*base.views, step)
+        base = proof._views[step]
+        # What waits for a collective gives the same tensor, only its bytes are there.
+        views = base.views if str(proof._steps[step].func) == WAIT else (*base.views, step)
         step, output = base.step, base.output
     look = _region(proof, views)
     maker = maker_here = step
@@ -336,15 +328,15 @@ def _made(proof: Proof, step: int, output: int) -> Made:
         maker = index
         if look is None or where is None or may_overlap(where, look):
             maker_here = index
-    return Made(step, output, maker, maker_here, views)
+    return FromStep(step, output, maker, maker_here, views)
 
 
 def _region(proof: Proof, views: Sequence[int]) -> Shape | None:
     """Where views look; None for all of a storage, and where a view of another dtype is among them. The dtype is any
     one: a storage of one recipe's step is seen in one."""
-    if not views or not all(proof._views[index][1].is_strided for index in views):
+    if not views or not all(proof._steps[index].is_strided for index in views):
         return None
-    size, stride, offset = proof._views[views[-1]][1].args
+    size, stride, offset = proof._steps[views[-1]].args[1:]
     return Shape(tuple(size), tuple(stride), offset, torch.uint8)
 
 
@@ -364,7 +356,7 @@ class _Comparison:
         self._matched: dict[int, Ran] = {}
         self._waiting: list[int] = []
 
-    def run(self, target: Made, site: Start) -> str:
+    def run(self, target: FromStep, site: Start) -> str:
         found = self._meet(target, site.key, site.version, None)
         while self._waiting and not found:
             index = self._waiting.pop()
@@ -401,17 +393,17 @@ class _Comparison:
     def _compare(self, planned: Any, actual: Any) -> str:
         if self._follows_sizes and is_size(planned) and is_size(actual, planned):
             return ""
-        if isinstance(planned, (Given, Made)):
+        if isinstance(planned, (FromInput, FromStep)):
             if not isinstance(actual, Seen):
                 return "read something that is not a plain tensor"
-            return self._given(planned, actual) if isinstance(planned, Given) else self._made(planned, actual)
+            return self._given(planned, actual) if isinstance(planned, FromInput) else self._made(planned, actual)
         if isinstance(planned, list):
             if not isinstance(actual, (list, tuple)) or len(actual) != len(planned):
                 return f"got {_shown(actual)} in place of {_shown(planned)}"
             return next(filter(None, (self._compare(*pair) for pair in zip(planned, actual, strict=True))), "")
         return "" if is_same_constant(planned, actual) else f"got {_shown(actual)} in place of {_shown(planned)}"
 
-    def _given(self, planned: Given, actual: Seen) -> str:
+    def _given(self, planned: FromInput, actual: Seen) -> str:
         start = self._starts[planned.index]
         if actual.key != start.key:
             return f"read another tensor than '{start.name}'"
@@ -420,10 +412,10 @@ class _Comparison:
         is_same = self._follows_sizes or actual.shape == start.shape
         return "" if is_same else f"read '{start.name}' in another shape"
 
-    def _made(self, planned: Made, actual: Seen) -> str:
+    def _made(self, planned: FromStep, actual: Seen) -> str:
         return self._meet(planned, actual.key, actual.version, actual)
 
-    def _meet(self, planned: Made, key: int, version: int, actual: Seen | None) -> str:
+    def _meet(self, planned: FromStep, key: int, version: int, actual: Seen | None) -> str:
         first = self._log.creator(key)
         maker = self._log.maker(key, version, None if actual is None else actual.shape)
         # A part with a counter of its own knows nothing of what was written to the others.
@@ -446,12 +438,12 @@ class _Comparison:
             return shape
         look = Shape(*shape)
         for index in views:
-            view = self._proof._views[index][1]
+            view = self._proof._steps[index]
             if view.is_strided:
-                size, stride, offset = view.args
+                size, stride, offset = view.args[1:]
                 look = Shape(tuple(size), tuple(stride), offset, look.dtype)
             else:
-                look = _reinterpreted(view.func, view.args, look)
+                look = _reinterpreted(view.func, view.args[1:], look)
         return look
 
     def _pair(self, index: int, ran: Ran) -> str:

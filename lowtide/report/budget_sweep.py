@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import percent
 from lowtide.core.profile import Profile, StateBytes
-from lowtide.core.text_table import align
+from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError
 from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS, Weight, state_by_kind
 from lowtide.planner.plan_profile import plan_profile

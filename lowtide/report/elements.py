@@ -1,10 +1,30 @@
-"""The pieces that a report is made of: large figures, tables, and what was measured."""
+"""The pieces that a report is made of: large figures, tables, and what was measured; and any of them as a file."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from lowtide.core.measured_curve import MeasuredCurve
+from lowtide.core.json_text import Mistake, build, parse_json
+from lowtide.core.profile import MeasuredCurve
+from lowtide.errors import ConfigError
+
+_Element = TypeVar("_Element")
+
+
+def to_json(element: Any) -> str:
+    """As text; `from_json` gives back an equal one."""
+    return json.dumps(dataclasses.asdict(element)) + "\n"
+
+
+def from_json(kind: type[_Element], text: str) -> _Element:
+    """What `to_json` wrote. Raises ConfigError for anything else."""
+    try:
+        return build(kind, parse_json(text, "file"))
+    except (Mistake, ConfigError) as error:
+        raise ConfigError(f"not as lowtide wrote it: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import plural
 from lowtide.core.profile import Profile
+from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema.aliases import ROLES
 from lowtide.planner.problem import make_problem

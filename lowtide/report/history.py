@@ -6,11 +6,8 @@ Cost: nothing. Not covered: Python's view of it, `tide.events`.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 
-from lowtide.errors import ConfigError
 from lowtide.report.elements import Table
 from lowtide.runtime.session.tides import Tides
 from lowtide.units import format_bytes, format_seconds
@@ -20,7 +17,7 @@ from lowtide.units import format_bytes, format_seconds
 class History:
     """Rows of text."""
 
-    events: tuple[tuple[str, ...], ...] = ()
+    events: tuple[tuple[str, str, str, str, str], ...]
 
 
 def history_of(handle: Tides) -> History:
@@ -44,20 +41,3 @@ def tables_of(story: History) -> list[Table]:
     head = ("after forward pass", "why", "budget for the solver", "plan", "took")
     caption = "Each time that the plan was made or corrected."
     return [Table(title="What happened", caption=caption, rows=(head, *story.events))]
-
-
-def history_to_json(story: History) -> str:
-    """As text; `history_from_json` gives back an equal one."""
-    return json.dumps(dataclasses.asdict(story)) + "\n"
-
-
-def history_from_json(text: str) -> History:
-    """What `history_to_json` wrote. Raises ConfigError for anything else."""
-    try:
-        content = json.loads(text)
-        events = tuple(tuple(str(cell) for cell in row) for row in content["events"])
-        if any(len(row) != 5 for row in events):
-            raise ValueError
-        return History(events=events)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise ConfigError("not a list of events that lowtide wrote") from None

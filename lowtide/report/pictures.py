@@ -17,12 +17,11 @@ import numpy as np
 
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import layers_label, runs
+from lowtide.core.text_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.compared_curves import compared_seconds
 from lowtide.report.elements import NOTHING, Measured, StepRow
-from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.played_step import OWNERS, Played, compared_seconds
 from lowtide.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 What: `play` runs the timeline of a plan on its profile. `Played` has the memory curve, the same bytes by owner and as
 blocks that come and go, and the events of the lanes. Everything that draws or exports a step starts from it.
+`compared_seconds` and `largest_difference` put the curve of an audited step beside it, layer by layer: such a step is
+slower, and not evenly so, so each part between two moments at which a layer begins or ends gets its planned time.
 Cost: two runs of the timeline. Not covered: what really happened; the clock is a prediction.
 """
 
@@ -9,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowtide.core.fate import Fate
-from lowtide.core.measured_curve import LayerTimes
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile
-from lowtide.errors import ConfigError
+from lowtide.core.profile import LayerTimes, MeasuredCurve, Profile
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.place_state import placed_fates, shares_of
@@ -91,31 +90,6 @@ class Played:
     else is on the device has no blocks."""
     layers: tuple[LayerTimes, ...] = ()
     """When each layer's forward pass begins and its backward pass ends: compared_curves.py uses them."""
-
-
-def played_to_json(played: Played) -> str:
-    """As text; `played_from_json` gives back an equal one."""
-    return json.dumps(dataclasses.asdict(played)) + "\n"
-
-
-def played_from_json(text: str) -> Played:
-    """What `played_to_json` wrote. Raises ConfigError for anything else."""
-    try:
-        content = json.loads(text)
-        curve: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in content["curve"].items()
-        }
-        return Played(
-            curve=Curve(**curve),
-            starts=tuple(content["starts"]),
-            bytes_by_owner=tuple(tuple(part) for part in content["bytes_by_owner"]),
-            step_seconds=content["step_seconds"],
-            events=tuple(Event(**event) for event in content["events"]),
-            blocks=tuple(Block(**block) for block in content.get("blocks", ())),
-            layers=tuple(LayerTimes(**layer) for layer in content.get("layers", ())),
-        )
-    except (KeyError, TypeError, ValueError, RecursionError, AttributeError):
-        raise ConfigError("not a step that lowtide wrote") from None
 
 
 def play(
@@ -285,3 +259,42 @@ def _shown(presences: Sequence[Block], num_ticks: int) -> tuple[Block, ...]:
         if end > start:
             shown.append(dataclasses.replace(block, start=start, end=end))
     return tuple(shown)
+
+
+# -- beside what was measured ---------------------------------------------------------------------------------------
+
+
+def compared_seconds(curve: MeasuredCurve, played: Played) -> np.ndarray:
+    """Seconds on the clock of the planned step at which each sample of `curve` stands."""
+    counted, planned = _moments(curve, played)
+    return np.interp(curve.seconds, counted, planned)
+
+
+def largest_difference(curve: MeasuredCurve, played: Played) -> tuple[int, int]:
+    """The most bytes by which the highest byte of a part of the step is off the predicted one, and the number of parts.
+    The optimizer's step is no part."""
+    counted, planned = _moments(curve, played)
+    seconds, found = np.array(curve.seconds), np.array(curve.nbytes)
+    starts, expected = np.array(played.starts[:-1]), np.array(played.curve.planned_bytes[:-1])
+    apart, num_parts = 0, 0
+    for part in range(len(counted) - 1):
+        is_last = part == len(counted) - 2
+        own = found[((seconds > counted[part]) | (part == 0)) & (seconds <= counted[part + 1])]
+        theirs = expected[(starts >= planned[part]) & ((starts < planned[part + 1]) | is_last)]
+        if len(own) and len(theirs):
+            apart, num_parts = max(apart, abs(int(own.max()) - int(theirs.max()))), num_parts + 1
+    return apart, num_parts
+
+
+def _moments(curve: MeasuredCurve, played: Played) -> tuple[np.ndarray, np.ndarray]:
+    """The same moments on both clocks, ascending."""
+    turned, turn = curve.seconds[curve.num_forward - 1], played.starts[played.curve.num_forward_ticks]
+    both = _in_both(curve.layers, played.layers)
+    counted = [0.0, *(one.begins for one, _ in both), turned, *(one.ends for one, _ in both[::-1]), curve.seconds[-1]]
+    planned = [0.0, *(other.begins for _, other in both), turn, *(other.ends for _, other in both[::-1])]
+    return np.maximum.accumulate(counted), np.maximum.accumulate([*planned, played.step_seconds])
+
+
+def _in_both(one: tuple[LayerTimes, ...], other: tuple[LayerTimes, ...]) -> list[tuple[LayerTimes, LayerTimes]]:
+    by_name = {layer.name: layer for layer in one}
+    return [(by_name[layer.name], layer) for layer in other if layer.name in by_name]

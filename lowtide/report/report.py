@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowtide.core.plan import Plan
-from lowtide.core.plan_table import why_unswapped
+from lowtide.core.plan import Plan, why_unswapped
 from lowtide.core.profile import Profile
 from lowtide.planner.host_costs import NO_COSTS, HostCosts
 from lowtide.report.budget_sweep import SweptBudget

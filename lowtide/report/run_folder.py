@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,16 +33,15 @@ from typing import Any, TypeVar
 
 from lowtide.config.source import read_text
 from lowtide.core.plan import Plan
-from lowtide.core.plan_table import plural
+from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
-from lowtide.report import rank_step, run_state
-from lowtide.report.elements import Measured, StepRow, Table, Tile
-from lowtide.report.history import History, history_from_json, history_of, history_to_json, tables_of
-from lowtide.report.played_step import Played, play, played_from_json, played_to_json
+from lowtide.report.elements import Measured, StepRow, Table, Tile, from_json, to_json
+from lowtide.report.history import History, history_of, tables_of
+from lowtide.report.played_step import Played, play
 from lowtide.report.rank_step import RankStep, rank_table
 from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
-from lowtide.report.run_state import RunState
+from lowtide.report.run_state import RunState, verdict
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.tide import Tide
@@ -152,20 +152,20 @@ class RunFiles:
             for name in (PLAN, STEP, EVENTS, *(path.name for path in self._folder.glob("rank-*.json"))):
                 with contextlib.suppress(OSError):
                     (self._folder / name).unlink(missing_ok=True)
-            self._write(RUN, run_state.to_json(self._state))
+            self._write(RUN, to_json(self._state))
 
     def end(self, *, stopped_by: str | None) -> None:
         """Of the first rank: all steps are done, or a signal came. Nothing where there was none to do."""
         if self._state is None:
             return
         state = dataclasses.replace(self._state, state="stopped" if stopped_by else "done", why=stopped_by or "")
-        self._write(RUN, run_state.to_json(state))
+        self._write(RUN, to_json(state))
 
     def failed(self, why: str, *, step: int, rank: int) -> None:
         """Of the rank that failed first. Nothing before training has begun."""
         if self._state is not None:
             state = dataclasses.replace(self._state, state="failed", why=why, step=step, rank=rank)
-            self._write(RUN, run_state.to_json(state))
+            self._write(RUN, to_json(state))
 
     def follow(self, handle: Any) -> None:
         """Write the plan in force, if it is another one than before. A handle without a solved plan writes nothing."""
@@ -177,7 +177,7 @@ class RunFiles:
         story = history_of(handle)
         if story != self._story:
             self._story = story
-            self._write(EVENTS, history_to_json(story))
+            self._write(EVENTS, to_json(story))
         if plan.digest() == self._digest:
             return
         planner = handle.source.planner
@@ -187,7 +187,7 @@ class RunFiles:
         self._digest = plan.digest()
         self._num_writes += 1
         self._write(PLAN, plan.to_json())
-        self._write(STEP, played_to_json(played))
+        self._write(STEP, to_json(played))
 
     def note_peak(self, step: int, peak_bytes: int | None) -> None:
         """Of this rank, after each step."""
@@ -201,7 +201,7 @@ class RunFiles:
         self._num_rank_steps += 1
         if is_last or self._num_rank_steps <= _EVERY_STEPS or step % _EVERY_STEPS == 0:
             made = dataclasses.replace(make(), peaks=tuple(self._peaks))
-            self._write(rank_name(made.rank), rank_step.to_json(made))
+            self._write(rank_name(made.rank), to_json(made))
 
     def _write(self, name: str, text: str) -> None:
         partial = self._folder / f".{name}.partial"
@@ -246,13 +246,13 @@ def report_of_folder(folder: Path) -> Report:
     recorded = (rows[-1] if rows else {}).get("plan") or {}
     same = [row for row in rows if (row.get("plan") or {}).get("digest") == recorded.get("digest")]
     peaks = [row["peak_bytes"] for row in same if row["peak_bytes"] is not None]  # not those of plans that are gone
-    state = _read(folder, RUN, run_state.from_json)
+    state = _read(folder, RUN, functools.partial(from_json, RunState))
     measured = Measured(
         peak_bytes=max(peaks, default=None),
         is_without_temporaries=state is not None and state.device == "cpu",
         step_seconds=recorded.get("measured_seconds"),
     )
-    story = _read(folder, EVENTS, history_from_json)
+    story = _read(folder, EVENTS, functools.partial(from_json, History))
     return Report(
         title=f"{folder.name or folder.resolve().name}: {_what(plan, ranks)}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
@@ -324,10 +324,10 @@ def _tables(plan: Plan | None, ranks: tuple[RankStep, ...], measured: Measured) 
 
 
 def _failure(
-    state: run_state.RunState | None, history: tuple[StepRow, ...], plan: Plan | None, measured: Measured
+    state: RunState | None, history: tuple[StepRow, ...], plan: Plan | None, measured: Measured
 ) -> tuple[str, ...]:
     """What ended the run, and what was known of its memory until then."""
-    said = () if state is None else run_state.verdict(state, history[-1].step if history else 0)
+    said = () if state is None else verdict(state, history[-1].step if history else 0)
     if not said:
         return ()
     known = []
@@ -342,7 +342,7 @@ def _failure(
 
 
 def _plan_and_step(folder: Path) -> tuple[Plan | None, Played | None]:
-    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, played_from_json)
+    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, functools.partial(from_json, Played))
     return (None, None) if plan is None or played is None else (plan, played)
 
 
@@ -350,7 +350,7 @@ def _ranks(folder: Path) -> Iterator[RankStep]:
     """By number; a rank that wrote nothing here is left out."""
     numbers = [path.name[len("rank-") : -len(".json")] for path in folder.glob("rank-*.json")]
     for number in sorted(int(each) for each in numbers if each.isdecimal())[:_MOST_RANKS]:
-        found = _read(folder, rank_name(number), rank_step.from_json)
+        found = _read(folder, rank_name(number), functools.partial(from_json, RankStep))
         if found is not None:
             yield found
 

@@ -7,16 +7,12 @@ Cost: nothing. Not covered: failures before training begins (a mistake in the fi
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
-
-from lowtide.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +59,6 @@ class RunState:
         if self.host != platform.node() or not self.process_start:
             return None
         return _start_of(self.pid) == self.process_start
-
-
-def to_json(state: RunState) -> str:
-    """As text; `from_json` gives back an equal one."""
-    return json.dumps(dataclasses.asdict(state)) + "\n"
-
-
-def from_json(text: str) -> RunState:
-    """What `to_json` wrote. Raises ConfigError for anything else."""
-    try:
-        content = {"device": "", **json.loads(text)}
-        for field in dataclasses.fields(RunState):
-            kind = int if field.type == "int" else str
-            if not isinstance(content[field.name], kind):
-                raise TypeError(field.name)
-        return RunState(**content)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise ConfigError("not a state that lowtide wrote") from None
 
 
 def verdict(state: RunState, last_step: int) -> tuple[str, ...]:

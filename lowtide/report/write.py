@@ -36,9 +36,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lowtide.core.plan_table import percent, plan_table
+from lowtide.core.plan import plan_table
+from lowtide.core.text_table import percent
 from lowtide.errors import ConfigError, wrong_argument
-from lowtide.report.compared_curves import largest_difference
 from lowtide.report.pictures import (
     DARK,
     LIGHT,
@@ -48,7 +48,7 @@ from lowtide.report.pictures import (
     memory_picture,
     sweep_picture,
 )
-from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.played_step import OWNERS, Played, largest_difference
 from lowtide.report.rank_step import COMPUTE, RankStep
 from lowtide.report.report import Report, document
 from lowtide.units import format_bytes
@@ -248,17 +248,20 @@ _CSS = """
 body { margin: 0 auto; padding: 1.5rem 1.2rem 4rem; max-width: 62rem; background: var(--paper); color: var(--ink);
        font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .4rem; }
-p { margin: .3rem 0; } .soft { color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin: 1.1rem 0; }
+h1, h2, p, .tile { overflow-wrap: anywhere; } p { margin: .3rem 0; } .soft { color: var(--soft); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .7rem; margin: 1.1rem 0; }
 .tile { background: var(--card); border-radius: .5rem; padding: .7rem .8rem; }
 .tile b { display: block; font-size: 1.2rem; } .tile span { color: var(--soft); font-size: .85rem; }
-figure { margin: .5rem 0; } figure > div { overflow-x: auto; }
+figure { margin: .5rem 0; }
 figure img { width: 100%; min-width: 40rem; height: auto; display: block; }
 figcaption { color: var(--soft); font-size: .9rem; }
 table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .25rem .9rem .25rem 0; text-align: left;
        border-bottom: 1px solid var(--line); vertical-align: top; } td.n, th.n { text-align: right; }
 pre { background: var(--card); border-radius: .5rem; padding: .8rem; overflow-x: auto; font-size: .8rem; }
 .wide { overflow-x: auto; }
+@media (max-width: 43rem) { body { padding: 1rem .8rem 3rem; }
+  figure > .wide::before { content: "wider than this screen: it scrolls to the right"; position: sticky; left: 0;
+       color: var(--soft); font-size: .8rem; } }
 .failure { border-left: .3rem solid var(--bad); background: var(--card); border-radius: .3rem; padding: .6rem .9rem;
        margin: 1rem 0; overflow-wrap: anywhere; white-space: pre-line; } .failure b { color: var(--bad); }
 """
@@ -390,7 +393,7 @@ def _section(title: str, caption: str, pictures: Sequence[str | None]) -> list[s
         return []
     return [
         f"<h2>{escape(title)}</h2>",
-        f'<figure><div><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
+        f'<figure><div class="wide"><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
         f'<img alt="{escape(title)}" src="{_data(light)}"></picture></div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>",
     ]

@@ -15,9 +15,7 @@ from lowtide.tensors.private import (
     MODULE_TABLES,
     FakeTensor,
     OpOverload,
-    base_of,
     is_transformed,
-    is_view,
     is_zero_tensor,
     own_buffers,
     own_modules,
@@ -57,24 +55,6 @@ def written_arguments(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torc
     by_name = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     is_written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
     return [leaf for leaf in tree_leaves([by_name.get(name) for name in is_written]) if isinstance(leaf, torch.Tensor)]
-
-
-Part = tuple[int, torch.Size, tuple[int, ...]]
-"""Offset, size and stride of a part of a storage."""
-
-
-def part_of(tensor: torch.Tensor) -> Part | None:
-    """The part of its storage that `tensor`'s version counter speaks for; None for all of it.
-
-    Views share the counter of their base, and an ordinary base is all of its storage. What `unsafe_chunk` gives out are
-    no views: tensors with a counter each, written one by one (the gates of `GRUCell` and `LSTMCell` on the host), so
-    that one counter says nothing of the bytes of the others. Cost: about 0.5 us.
-    """
-    owner = base_of(tensor) if is_view(tensor) else tensor
-    assert owner is not None
-    if owner.numel() * owner.itemsize == owner.untyped_storage().nbytes():
-        return None
-    return int(owner.storage_offset()), owner.size(), owner.stride()
 
 
 def leads_to_parameter(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ Autocast and random state are put back elsewhere (torch's checkpoint; tensors/ra
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 
 from lowtide.tensors.private import (
     dispatch_modes,
+    fp32_precision,
     function_modes,
     get_attention_order,
     num_dispatch_modes,
@@ -35,7 +37,11 @@ _cuda: Any = torch.backends.cuda
 
 
 def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+    return functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+
+
+def _precision(owner: Any, library: str, kind: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return functools.partial(fp32_precision, library, kind), functools.partial(setattr, owner, "fp32_precision")
 
 
 def _matmul_precision() -> str | None:
@@ -74,11 +80,12 @@ _SLOW: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_determinism, _set_determinism),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     (_matmul_precision, _set_matmul_precision),
-    *(
-        _attribute(owner, "fp32_precision")
-        for library in (_backends.cudnn, _backends.mkldnn)
-        for owner in (_cuda.matmul if library is _backends.cudnn else library.matmul, library.conv, library.rnn)
-    ),
+    _precision(_cuda.matmul, "cuda", "matmul"),
+    _precision(_backends.cudnn.conv, "cuda", "conv"),
+    _precision(_backends.cudnn.rnn, "cuda", "rnn"),
+    _precision(_backends.mkldnn.matmul, "mkldnn", "matmul"),
+    _precision(_backends.mkldnn.conv, "mkldnn", "conv"),
+    _precision(_backends.mkldnn.rnn, "mkldnn", "rnn"),
     _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     _attribute(_backends.cudnn, "enabled"),
@@ -108,13 +115,12 @@ class Modes:
     def values(self) -> list[Any]:
         return [*self._quick, *self._slow]
 
-    def put_back(self, stack: contextlib.ExitStack, of_pass: Modes | None = None) -> None:
-        """Have all as it was when this was made, until `stack` is left. `of_pass`: taken in the backward pass that is
-        running."""
-        now = Modes(of_pass)
-        if now._quick == self._quick and now._slow == self._slow and not self._modes:
-            stack.callback(now._set_over, of_pass)  # the block may set some
-            return
+    def is_still(self, now: Modes) -> bool:
+        """Whether all is `now` as it was when this was made, and no mode has to be entered."""
+        return now._quick == self._quick and now._slow == self._slow and not self._modes
+
+    def put_back(self, stack: contextlib.ExitStack, now: Modes) -> None:
+        """Have all as it was when this was made, until `stack` is left."""
         stack.callback(now._set)
         self._set()
         for mode in self._modes:
@@ -125,10 +131,11 @@ class Modes:
     def again(self) -> Iterator[None]:
         """Inside, all is as it was when this was made; afterwards it is as it was before."""
         with contextlib.ExitStack() as stack:
-            self.put_back(stack)
+            self.put_back(stack, Modes())
             yield
 
-    def _set_over(self, of_pass: Modes | None) -> None:
+    def set_if_moved(self, of_pass: Modes) -> None:
+        """Have all settings as they were when this was made. `of_pass`: as for a new one."""
         if Modes(of_pass).values != self.values:
             self._set()
 

@@ -10,11 +10,14 @@ Cost: a few attribute reads. Not covered: wrappers with parameters or state of t
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowtide.errors import ConfigError
+from lowtide.tensors.wrappers import is_distributed
 
 SWAP_ATTRIBUTE = "lowtide_swap"
 """Attribute of an optimizer that gives the handle of its swapped state."""
@@ -57,16 +60,30 @@ def bare(optimizer: Any) -> Any:
     return optimizer
 
 
-def is_alike_in_stretches(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, *, is_accelerator: bool
-) -> bool:
-    """Whether a parameter of this dtype gets the same bits where stretches of its elements are stepped one by one.
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those of all groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    torch's kernels for main memory round the last elements of each thread's share of a tensor in half precision in
-    another way than the others. Not so on one thread, nor in the fused kernels of `_FUSED_ALIKE`.
+
+def bare_step(kind: type) -> Callable[..., Any]:
+    """A class's own `step`, without the hooks that torch puts around it."""
+    step: Any = kind.step  # type: ignore[attr-defined]
+    return inspect.unwrap(step, stop=lambda function: not hasattr(function, "hooked"))
+
+
+def is_alike_in_stretches(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, *, is_accelerator: bool
+) -> bool:
+    """Whether a parameter of this group gets the same bits where stretches of its elements are stepped one by one.
+
+    Of a distributed one a stretch is a plain tensor, and torch chooses by the class of a tensor where neither `foreach`
+    nor `fused` was chosen. torch's kernels for main memory round the last elements of each thread's share of a tensor
+    in half precision in another way than the others. Not so on one thread, nor in the fused kernels of `_FUSED_ALIKE`.
     """
-    kind = type(optimizer)
+    kind, dtype = type(optimizer), parameter.dtype
     if not (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE) or dtype.is_complex:
+        return False
+    if is_distributed(parameter) and group.get("foreach") is None and not group.get("fused"):
         return False
     if is_accelerator or dtype.itemsize >= _WIDE_BYTES:
         return True

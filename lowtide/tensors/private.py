@@ -296,6 +296,10 @@ ask."""
 set_attention_order: Callable[[list[int]], None] = find("torch._C._set_sdp_priority_order")
 """As `get_attention_order`. Publicly only as a context manager."""
 
+fp32_precision: Callable[[str, str], str] = find("torch._C._get_fp32_precision_getter")
+"""How exactly a library ("cuda", "mkldnn") computes a kind of operator ("matmul", "conv", "rnn") in fp32. Publicly
+`torch.backends.cudnn.conv.fp32_precision`, which takes ten times as long."""
+
 find("torch.autograd.forward_ad._current_level")
 
 
@@ -585,7 +589,7 @@ def gathered_parameter(parameter: Any) -> torch.Tensor | None:
 
 
 # -- torch's pipeline schedules ----------------------------------------------------------------------------------------
-# What a function that `register_custom_function` (public) puts in place of a pair must do itself, and cannot publicly.
+# What runs a schedule of torch's in another way has to read, and cannot publicly.
 
 
 def schedule_stages(schedule: Any) -> list[Any]:
@@ -596,6 +600,24 @@ def schedule_stages(schedule: Any) -> list[Any]:
 def schedule_micro_batches(schedule: Any) -> int:
     """How many micro-batches a step has."""
     return int(schedule._n_microbatches)
+
+
+def schedule_loss(schedule: Any) -> Any:
+    """Its loss function."""
+    return schedule._loss_fn
+
+
+def replace_step(schedule: Any, step: Callable[..., None]) -> Callable[..., None]:
+    """From now on `step` carries out what `schedule.step` and `schedule.eval` have split into micro-batches; gives what
+    did so before."""
+    before: Callable[..., None] = schedule._step_microbatches
+    schedule._step_microbatches = step
+    return before
+
+
+def restore_step(schedule: Any) -> None:
+    """Undo `replace_step`. Idempotent."""
+    vars(schedule).pop("_step_microbatches", None)
 
 
 def make_schedule_runtime(stages: list[Any], num_micro_batches: int, rows: Sequence[Sequence[str]]) -> Any:
@@ -622,17 +644,6 @@ def make_schedule_runtime(stages: list[Any], num_micro_batches: int, rows: Seque
 def await_unshard(schedule: Any, stage: Any) -> None:
     """Wait until the parameters of a stage under FSDP2 are gathered; nothing for any other."""
     schedule._assert_unsharded(stage)
-
-
-def make_stage_loss(schedule: Any, stage: Any, output: Any, targets: Any, micro_batch: int) -> None:
-    """Compute the loss of a micro-batch, if this is the last stage, and keep it for `stage_loss` and for the user."""
-    schedule._maybe_compute_loss(stage, output, targets, micro_batch)
-
-
-def stage_loss(schedule: Any, stage: Any, micro_batch: int) -> torch.Tensor | None:
-    """The loss that was kept; None for any stage but the last. RuntimeError before it was made."""
-    loss: torch.Tensor | None = schedule._maybe_get_loss(stage, micro_batch)
-    return loss
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------

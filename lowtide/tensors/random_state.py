@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from lowtide.tensors.private import current_graph_task_id
 
 _PYTHONS: Any = random.getstate.__self__  # type: ignore[attr-defined]
 _NUM_WORDS = 624
+_NUM_SHOWN = 16
+"""Words that are compared, beside the position: a draw moves that, or makes all words anew."""
 
 
 def _shows_its_bytes() -> bool:
@@ -60,11 +63,6 @@ class HostRandom:
             self._bytes = _bytes_of_numpy(numpy)
             is_last = last is not None and last._is_still(self._bytes) and not asks_numpy
             self._numpy = last._numpy if is_last else numpy.get_state(legacy=False)  # type: ignore[union-attr]
-
-    def put_back(self, stack: contextlib.ExitStack, now: HostRandom) -> None:
-        """Have draws be those that followed, until `stack` is left. `now`: the state."""
-        self.set_from(now)
-        stack.callback(lambda: now.set_from(HostRandom(self)))
 
     def set_from(self, now: HostRandom) -> None:
         """Draws are from here on those that followed, while the state is `now`."""
@@ -113,17 +111,23 @@ class Draws:
 
 
 def _bytes_of_python() -> tuple[bytes, float | None] | None:
-    """Position and words of Python's generator, and its half of a pair; None where they cannot be read."""
+    """Position and first words of Python's generator, and its half of a pair; None where they cannot be read."""
     if not _IS_VISIBLE:
         return None
-    return ctypes.string_at(id(_PYTHONS) + object.__basicsize__, 4 * (1 + _NUM_WORDS)), _PYTHONS.gauss_next
+    return ctypes.string_at(id(_PYTHONS) + object.__basicsize__, 4 * (1 + _NUM_SHOWN)), _PYTHONS.gauss_next
 
 
 def _bytes_of_numpy(numpy: Any) -> bytes:
-    generator = numpy.get_bit_generator()
-    if type(generator).__name__ != "MT19937":
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+    """The same of numpy's; empty where they cannot be read."""
+    address = _address_of(numpy.get_bit_generator())
+    # The position is behind the words.
+    shown = address + 4 * (_NUM_WORDS - _NUM_SHOWN)
+    return ctypes.string_at(shown, 4 * (_NUM_SHOWN + 1)) if address else b""
+
+
+@functools.lru_cache(1)
+def _address_of(generator: Any) -> int:
+    return int(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else 0
 
 
 class RandomState:

@@ -10,6 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide.adapters.attach import Attached, Wish, wish_of
+from lowtide.core.log import Listener
 from lowtide.runtime.session.forward_patch import patched_module
 from tests.support.virtual_engine import virtual
 
@@ -27,8 +28,9 @@ def test_a_budget_in_the_memory_of_apply_is_planned_for(form: str, tmp_path: Pat
     path.write_text("budget: 1GiB\nmin_bytes: 0\n", encoding="utf-8")
     said: list[str] = []
     model = _model()
-    tide = lowtide.apply(model, BUDGET if form == "mapping" else path, engine=virtual(1), say=said.append)
-    model(torch.ones(4, 8)).sum().backward()
+    tide = lowtide.apply(model, BUDGET if form == "mapping" else path, engine=virtual(1))
+    with Listener(said.append):
+        model(torch.ones(4, 8)).sum().backward()
     assert tide.plan.budget_bytes == 2**30
     assert said[-1].startswith("lowtide: plan ")
     tide.remove()

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.adapters.lightning import TideCallback
 from lowtide.runtime.session.forward_patch import patched_module
 from tests.adapters.saving import saved_share
 from tests.support.virtual_engine import virtual
 
 if TYPE_CHECKING:
+    from lowtide.adapters.lightning import TideCallback
     from tests.support.lightning_modules import Lit
 
 pytestmark = [
@@ -92,6 +92,8 @@ def test_the_module_around_it_is_told(tmp_path: Path) -> None:
 
 def _callback(**how: Any) -> TideCallback:
     asked = {"budget": "1GiB", "engine": virtual(1), "say": lambda line: None}
+    from lowtide.adapters.lightning import TideCallback
+
     return TideCallback(**{**asked, **how})
 
 

@@ -215,6 +215,27 @@ class Leaves(nn.Module):
         return self.b(self.leaf) + self.b(h)
 
 
+class Rounds(nn.Module):
+    """Runs as often as a list, a dictionary, a set or a closure says."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        kind: Any = r.choice((list, dict.fromkeys, set))
+        told = kind([0])
+        self.told = (lambda: told) if r.random() < 0.25 else told
+
+    def one_more(self) -> None:
+        told: Any = self.told() if callable(self.told) else self.told
+        grow = {list: "append", set: "add", dict: "setdefault"}[type(told)]
+        getattr(told, grow)(len(told))
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        for _ in self.told() if callable(self.told) else self.told:
+            x = torch.tanh(self.a(x))
+        return x
+
+
 class CheckpointInside(nn.Module):
     """A checkpoint in a checkpoint, of torch's newer or older kind each."""
 
@@ -282,6 +303,7 @@ BLOCKS: dict[str, Callable[[Random], nn.Module]] = {
     "filled_by_hook": FilledByHook,
     "teacher": Teacher,
     "leaves": Leaves,
+    "rounds": Rounds,
     "checkpoint_inside": CheckpointInside,
     "selective_cells": SelectiveCells,
 }

@@ -18,8 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import lowtide
 from lowtide.core.decisions import OptimizerPlacement
+from lowtide.core.log import Listener
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.loss.attach import sliced_where
+from lowtide.runtime.autopilot.autopilot import SEVERAL_PASSES
 from lowtide.runtime.offload.selective import SelectiveOffload
 from tests.attack.habits import Run
 from tests.attack.hidden import CONTEXTS, SelectiveCells
@@ -67,8 +69,8 @@ class PlainRig:
 class Rig:
     """One plan, on and off a model."""
 
-    apply: Callable[[nn.Module, Any, Any, Any], Any]
-    """Puts the plan on: model, optimizer, engine, say."""
+    apply: Callable[[nn.Module, Any, Any], Any]
+    """Puts the plan on: model, optimizer, engine."""
     engine_name: str
     budget_bytes: int | None = None
     is_counted: bool = False
@@ -90,7 +92,7 @@ class Rig:
         """Put the plan on, and have the optimizer's state elsewhere."""
         if self.tide is not None:
             self.stop()
-        self.tide = self.apply(model, optimizer, self._engine(), self._hear)
+        self.tide = self.apply(model, optimizer, self._engine())
         if self.state not in ("stays", "by plan"):
             options: dict[str, Any] = {"overlap": self.state, "bucket_bytes": 4096, "min_bytes": 1}
             with contextlib.suppress(*((ConfigError,) if self.may_stay else ())):
@@ -132,8 +134,9 @@ class Rig:
         return closure() if self.tide is None else self.tide.step(closure)
 
     def _hear(self, line: str) -> None:
-        # From here on the step is the planned one; what was observed before it is not what the budget is about.
-        if self._live is not None and line.startswith("lowtide: plan"):
+        # From here on the step is the planned one; what was observed before it is not what the budget is about. A plan
+        # that is made in the middle of a step, with nothing observed, must keep it all along.
+        if self._live is not None and line.startswith("lowtide: plan") and SEVERAL_PASSES not in line:
             self._live.restart()
 
     @contextlib.contextmanager
@@ -148,7 +151,7 @@ class Rig:
         self._live = IndependentCount(state)
         del state  # else gradients that are set to zero would stay
         audit = None
-        with self._live:
+        with Listener(self._hear), self._live:
             if tide is None:
                 yield
             else:
@@ -218,7 +221,7 @@ def _looking(draw: Any, r: Random) -> Callable[..., Any]:
     given = batch_of(draw.model, 5, draw.num_samples) | {"now": Now()}
     batch = {key: value for key, value in given.items() if key != "labels" or draw.model.own_loss}
 
-    def look(model: nn.Module, optimizer: Any, engine: Any, say: Any) -> None:
+    def look(model: nn.Module, optimizer: Any, engine: Any) -> None:
         more: dict[str, Any] = {} if draw.model.own_loss else {"loss": lambda out: loss_of(out, given["labels"])}
         if r.random() < 0.5:
             lowtide.plan(model, batch, budget="1GiB", optimizer=optimizer, hardware="cpu", memory=MEMORY, **more)
@@ -228,7 +231,7 @@ def _looking(draw: Any, r: Random) -> Callable[..., Any]:
     return look
 
 
-def _selecting(model: nn.Module, optimizer: Any, engine: Any, say: Any) -> Any:
+def _selecting(model: nn.Module, optimizer: Any, engine: Any) -> Any:
     """Blocks that checkpoint themselves offload what they save."""
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -264,7 +267,7 @@ def _observe_sliced(model: nn.Module, batch: Any) -> Any:
 
 
 def _applying(memory: Any) -> Callable[..., Any]:
-    return lambda model, optimizer, engine, say: lowtide.apply(model, memory, optimizer=optimizer, engine=engine)
+    return lambda model, optimizer, engine: lowtide.apply(model, memory, optimizer=optimizer, engine=engine)
 
 
 def _rules(kind: str, draw: Any, r: Random) -> dict[str, Any]:
@@ -339,8 +342,8 @@ def _optimized(draw: Any, r: Random) -> Rig:
     peak, floor = plain_peak(draw), None
 
     def apply(budget: int) -> Callable[..., Any]:
-        return lambda model, optimizer, engine, say: lowtide.optimize(
-            model, budget=budget, memory=limits, optimizer=optimizer, engine=engine, say=say, strict=True
+        return lambda model, optimizer, engine: lowtide.optimize(
+            model, budget=budget, memory=limits, optimizer=optimizer, engine=engine, strict=True
         )
 
     budget = int(peak * share)
@@ -355,7 +358,7 @@ def _floor(draw: Any, apply: Callable[..., Any]) -> int:
     run = draw.new_run(PlainRig(), Trace())
     for side in run.sides:
         side.before(run, 0)
-    tide = apply(run.model, run.optimizer, virtual(0), None)
+    tide = apply(run.model, run.optimizer, virtual(0))
     try:
         run.forward(0)
     except BudgetError as error:

@@ -66,7 +66,7 @@ def test_time_against_memory_writes_a_record_and_resumes(tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out)["rows"] == record.rows
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_idle_writes_a_record(tmp_path: Path) -> None:
     assert not run("idle", tmp_path, "--only", "gpt2", "--rounds", "2")
     rows = by_title(record_of(tmp_path))
@@ -76,7 +76,7 @@ def test_idle_writes_a_record(tmp_path: Path) -> None:
     assert rows["lowtide"]["saved_bytes"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_largest_writes_a_record(tmp_path: Path) -> None:
     methods = ["--methods", "layer checkpointing", "trl offloading"]
     assert not run("largest", tmp_path, "--only", "gpt2", "--measures", "batch", *methods, "--most", "3")

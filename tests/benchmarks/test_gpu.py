@@ -12,7 +12,7 @@ from tests.support import processes
 TINY = ["--layers=2", "--hidden=128", "--vocab=256", "--sequence=64", "--batch=2", "--rounds=1"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_every_variant_runs_and_equals_plain(tmp_path: Path) -> None:
     path = tmp_path / "first_table.json"
     run = "import runpy; runpy.run_module('benchmarks.gpu', run_name='__main__')"

@@ -71,7 +71,7 @@ def test_free_from_so_many_of_these_steps() -> None:
     assert cost_of("backward", step_of(16, 8)).free_share == pytest.approx(4.0 / 8.0)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_command_by_the_timeline(tmp_path: Path) -> None:
     words = [
         "--device=timeline",

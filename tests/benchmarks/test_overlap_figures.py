@@ -18,8 +18,8 @@ from benchmarks.overlap_figures import (
 )
 from lowtide.pipeline.clock import Durations
 from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.live_chunks import paired_share
 from lowtide.pipeline.overlap import BACKWARD, FORWARD, Event, exposed
-from lowtide.pipeline.row_counts import paired_share
 from lowtide.pipeline.schedule import Action, Kind, Pair
 
 HALVES = {"F": FORWARD, "B": BACKWARD}

@@ -26,7 +26,7 @@ def answer(module: ModuleType, folder: Path, *words: str) -> Record:
 # -- predicted ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicted, "MODELS", ("llama", "gpt2"))
     record = answer(
@@ -82,7 +82,7 @@ def test_models_have_the_published_sizes(name: str, billions: float) -> None:
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_planning_time_in_a_process_of_its_own(tmp_path: Path) -> None:
     record = answer(planning_time, tmp_path, "--models", "tiny", "--tokens=64")
     assert record.rows[0]["model"] == "tiny"
@@ -104,6 +104,7 @@ def test_the_published_setting_on_the_timeline(tmp_path: Path) -> None:
         assert row["published_gain_percent"] < row["planned_gain_percent"] <= row["ceiling_gain_percent"]
 
 
+@pytest.mark.extended
 def test_the_published_setting_for_real_at_a_tiny_size(tmp_path: Path) -> None:
     shape = ["--layers=3", "--hidden=128", "--heads=2", "--head-size=32", "--ffn=128", "--sequence=64",
              "--micro-batch=2", "--dtype=float32"]  # fmt: skip
@@ -136,6 +137,7 @@ def test_scaling(tmp_path: Path) -> None:
 # -- details -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_details_of_copies_and_hooks(tmp_path: Path) -> None:
     record = answer(details, tmp_path, "--total-mib=4", "--matrix=64", "--rounds=2")
     pieces = {row["piece"]: row for row in record.rows}
@@ -147,6 +149,7 @@ def test_details_of_copies_and_hooks(tmp_path: Path) -> None:
     assert copying[0]["slower_percent"] == 0
 
 
+@pytest.mark.extended
 def test_prefetch_lead(tmp_path: Path) -> None:
     record = answer(details, tmp_path, *LLAMA, "--rounds=1", "--only", "prefetch_lead")
     assert [row["setting"] for row in record.rows][-1] == "by bytes"

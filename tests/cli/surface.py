@@ -81,8 +81,7 @@ def _parameters(value: Any) -> str:
 def _keys() -> Iterator[str]:
     """Of the sections of a run file."""
     from lowtide.config.memory import MemoryConfig
-    from lowtide.config.parallel import ParallelConfig
-    from lowtide.config.run import DataConfig, ModelConfig, PipelineConfig, TrainConfig
+    from lowtide.config.run import DataConfig, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 
     sections = {
         "model": ModelConfig,

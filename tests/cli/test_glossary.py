@@ -1,4 +1,4 @@
-"""The glossary: its page is made from it, and every word of a plan's output is in it."""
+"""The glossary: every word of a plan's output is in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.cli.glossary import WORDS, find, page
+from lowtide.cli.glossary import WORDS, find
 from lowtide.cli.main import main
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
@@ -19,10 +19,6 @@ PRINTED = (
     "head, loss, temporaries", "at the worst moment", "kept", "swapped", "recomputed", "away and back", "prefetch",
     "tier", "sites each", "gap", "layers", "link", "preset", "min_bytes",
 )  # fmt: skip
-
-
-def test_the_page_of_the_docs_is_made_from_it() -> None:
-    assert (ROOT / "docs/glossary.md").read_text(encoding="utf-8") == page()
 
 
 @pytest.mark.parametrize("word", PRINTED)

@@ -40,7 +40,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])
     assert caught.value.code == 0
-    assert capsys.readouterr().out == "lowtide 0.1.0\n"
+    assert capsys.readouterr().out == "lowtide 0.2.0\n"
 
 
 def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_our_own_bugs_are_not_hidden(command) -> None:
 
 def test_python_dash_m() -> None:
     result = subprocess.run([sys.executable, "-m", "lowtide", "--version"], capture_output=True, text=True, timeout=200)
-    assert (result.returncode, result.stdout) == (0, "lowtide 0.1.0\n")
+    assert (result.returncode, result.stdout) == (0, "lowtide 0.2.0\n")
 
 
 def test_lines_fit_the_terminal_and_a_pipe_has_them_whole() -> None:

@@ -130,7 +130,8 @@ def test_memory_section_is_read_with_its_places() -> None:
         ),
         (
             "model: {path: ., hidden_size: 64}\ntrain: {steps: 1}\n",
-            "run.yaml:1:18: unknown key 'model.hidden_size'; a model from a folder takes only path, dtype and seed",
+            "run.yaml:1:18: unknown key 'model.hidden_size'; a model from a folder takes only path, dtype, "
+            "seed and lora",
         ),
         (
             "model: {path: nowhere}\ntrain: {steps: 1}\n",
@@ -164,18 +165,6 @@ def test_the_fastest_preset_stands_beside_a_pipeline() -> None:
     Path("run.yaml").write_text(GOOD + "pipeline: {stages: 2, micro_batches: 4}\nmemory: {preset: fastest}\n")
     memory = load_run("run.yaml").memory
     assert memory is not None and memory.preset == "fastest"
-
-
-def test_settings_hold_what_shapes_the_curve_and_nothing_else() -> None:
-    def settings(**train: object) -> dict[str, object]:
-        lines = "".join(f"  {key}: {value}\n" for key, value in {"steps": 3, **train}.items())
-        Path("run.yaml").write_text(f"model: {{model_type: llama}}\ntrain:\n{lines}")
-        return load_run("run.yaml").settings()
-
-    plain = settings()
-    assert settings(steps=9, log_every=1, output_dir="elsewhere", threads=1, checkpoint_every=2) == plain
-    assert settings(learning_rate=0.5) != plain
-    assert settings(steps=9, schedule="cosine") != settings(steps=3, schedule="cosine")
 
 
 def test_reading_a_run_file_does_not_import_torch() -> None:

@@ -9,14 +9,13 @@ import math
 import pytest
 
 from lowtide.cluster.layer import make_layer
-from lowtide.cluster.layout import Layout, schedules_of
+from lowtide.cluster.layout import Layout, schedules_of, split_layers
 from lowtide.cluster.rank import RankTask, Stage, least_bytes, least_extra_seconds, plan_rank
 from lowtide.cluster.shape import DENSE, MOE, Latent
-from lowtide.cluster.split import split_layers
 from lowtide.cluster.step import Clockwork, StageTimes, step_parts
 from lowtide.core.fate import Fate
 from lowtide.pipeline.clock import play
-from lowtide.pipeline.row_counts import peak_live_chunks
+from lowtide.pipeline.live_chunks import peak_live_chunks
 from lowtide.timeline.cluster import all_to_all_seconds, hand_over_seconds, load_cluster, ring_seconds
 from lowtide.units import GIB
 from tests.support.cluster_cases import DENSE_SHAPE, MOE_SHAPE, place, question

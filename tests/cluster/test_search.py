@@ -11,7 +11,7 @@ import pytest
 from lowtide.cluster.layout import layouts
 from lowtide.cluster.report import document
 from lowtide.cluster.search import ClusterPlan, Planner, Question, plan_cluster
-from lowtide.config.parallel import AXES
+from lowtide.config.run import AXES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from tests.support.cluster_cases import DENSE_SHAPE, MOE_SHAPE, question

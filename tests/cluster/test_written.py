@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.cluster.decisions import decisions
-from lowtide.cluster.export import export, patterns_of
+from lowtide.cluster.export import decisions, export, patterns_of
 from lowtide.cluster.report import document, lines
 from lowtide.cluster.search import ClusterPlan, plan_cluster
 from lowtide.core.fate import Fate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 from lowtide.config.memory import MemoryConfig, load_memory
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
-from lowtide.core.plan import Plan
-from lowtide.core.plan_table import first_few, percent, placement_lines
+from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.text_table import first_few, percent
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
-from lowtide.report.compared_curves import Curve, curve_lines, memory_curve
+from lowtide.report.played_step import Curve, play
 from lowtide.timeline.step import Link
 from tests.support.profiles import MIB, decoder_profile
 
@@ -99,27 +100,14 @@ def test_progress_of_the_ladder(tight: Plan) -> None:
 
 
 def test_the_curve_is_that_of_the_prediction(tight: Plan) -> None:
-    curve = memory_curve(tight, PROFILE, TIGHT, link=LINK)
+    curve = play(tight, PROFILE, TIGHT, link=LINK).curve
     assert tight.predicted is not None
     assert max(curve.planned_bytes) == tight.predicted.peak_bytes
     assert max(curve.plain_bytes) == tight.predicted.plain_peak_bytes
     assert sum(curve.seconds) == pytest.approx(tight.predicted.plain_seconds)
 
 
-def test_golden_curve() -> None:
-    """A triangle that a plan cuts off at the budget."""
-    plain = tuple(min(tick, 40 - tick) * 100 * MIB for tick in range(1, 40))
-    curve = Curve(
-        seconds=(0.01,) * 39,
-        num_forward_ticks=20,
-        plain_bytes=plain,
-        planned_bytes=tuple(min(count, 900 * MIB) for count in plain),
-        budget_bytes=1000 * MIB,
-    )
-    assert "\n".join(curve_lines(curve)) + "\n" == (GOLDEN / "curve.txt").read_text(encoding="utf-8")
-
-
-def test_a_curve_on_a_high_ground_starts_there() -> None:
+def test_a_curve_in_fewer_points_has_the_most_of_each() -> None:
     ground = 100 << 30
     curve = Curve(
         seconds=(1.0, 0.0, 1.0),
@@ -128,10 +116,6 @@ def test_a_curve_on_a_high_ground_starts_there() -> None:
         planned_bytes=(ground, ground + (4 << 30), ground),
         budget_bytes=None,
     )
-    lines = curve_lines(curve)
-    assert lines[0].startswith(" 108.0 GiB |")
-    assert lines[12].startswith(" 100.0 GiB +---")
-    assert lines[0].count(".") - 1 == 1  # the tick without a length has a column all the same
     assert curve.thinned(2) == {
         "start_seconds": [0.0, 1.0],
         "plain_bytes": [ground, ground + (8 << 30)],
@@ -178,7 +162,7 @@ def test_lines_of_a_placement(changes: dict[str, Any], lines: list[str], tight: 
         exposed_seconds=0.02, slowed_seconds=0.0015, free_from_tokens=21304, reason="the budget asks for it",
     )  # fmt: skip
     placement = dataclasses.replace(moved, **changes)
-    assert placement_lines(placement) == lines
+    assert placement.lines() == lines
     text = str(dataclasses.replace(tight, optimizer=placement)).splitlines()
     start = text.index(lines[0])
     assert text[start : start + len(lines)] == lines
@@ -203,3 +187,11 @@ def test_memory_that_is_taken_again_is_named(tight: Plan) -> None:
     line, before = (str(plan).splitlines()[1] for plan in (dataclasses.replace(tight, predicted=more), tight))
     assert ", freed memory taken again 30.0 ms" in line and "taken again" not in before
     assert ("copies slow it" in line) == ("copies slow it" in before)
+
+
+def test_a_notebook_shows_the_table(tight: Plan) -> None:
+    """In a box of its own that scrolls; what a name has of HTML is text."""
+    shown = tight._repr_html_()
+    assert shown.startswith('<b>lowtide.Plan</b><pre style="overflow-x: auto;') and shown.endswith("</pre>")
+    assert html.escape(str(tight)) in shown
+    assert "&lt;x&gt;" in notebook_html("<x>", None) and "no plan yet" in notebook_html("<x>", None)

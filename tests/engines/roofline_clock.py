@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lowtide.profiling.fake.roofline import op_seconds
-from lowtide.recipes.graph import Call, Storage, Value
+from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.timeline.hardware import Hardware
 from lowtide.timeline.step import Link
 
@@ -30,9 +30,9 @@ def seconds_of(func: Any, args: tuple, out: object) -> float:
     """What the trace assumes for the same operator. Handing out a view of what is there (`set_`) takes no time."""
     if func.overloadpacket is torch.ops.aten.set_:
         return 0.0
-    call = Call(
+    call = OpCall(
         index=0, func=func, args=tree_map(as_value, args), kwargs={}, outputs=outputs_of(out), name="", seconds=0.0,
-        is_random=False, is_collective=False,
+        is_collective=False,
     )  # fmt: skip
     return op_seconds(call, HARDWARE)
 

@@ -12,6 +12,7 @@ import torch
 
 import lowtide
 from lowtide.core.fate import Fate
+from lowtide.core.log import Listener
 from lowtide.errors import ConfigError
 from tests.support.virtual_engine import virtual
 
@@ -234,7 +235,7 @@ def test_what_a_recomputed_op_reads_stays() -> None:
     from lowtide.mindformers.follow import follow, sections_in
 
     sections = sections_in(CONFIGS["a reader is recomputed"])
-    with follow(model, sections, engine=virtual(7), say=lines.append) as tide:
+    with Listener(lines.append), follow(model, sections, engine=virtual(7)) as tide:
         step(model, 0)
         by_name = {site.name: site for site in tide.plan.sites}
         assert by_name["model.layers.0.mlp.act_fn.silu"].fate is Fate.KEEP
@@ -264,7 +265,7 @@ def test_lines_name_what_has_no_effect() -> None:
         "recompute_config": {"select_comm_recompute": {r".*\.norm": [0]}},
         "swap_config": op_swap((r"attention\.wk", 3, [1]), (r"attention\.flash_attention", 100_000, [3])),
     }
-    with follow(model := build(), sections_in(config), engine=virtual(7), say=lines.append):
+    with Listener(lines.append), follow(model := build(), sections_in(config), engine=virtual(7)):
         step(model, 0)
         step(model, 1)
     for part in ("input_layernorm", "post_attention_layernorm"):
@@ -362,13 +363,13 @@ def test_flags_about_shards_say_where_they_have_no_effect() -> None:
 
     lines: list[str] = []
     config = {"recompute_config": {"recompute": [1], "parallel_optimizer_comm_recompute": True}}
-    with follow(model := build(), sections_in(config), engine=virtual(7), say=lines.append):
+    with Listener(lines.append), follow(model := build(), sections_in(config), engine=virtual(7)):
         step(model, 0)
     text = "no effect: parallel_optimizer_comm_recompute; no parameters are sharded by FSDP2 in this model"
     assert lines.count(f"note: {text}") == 1
     config["recompute_config"]["recompute"] = False
     lines.clear()
-    with follow(model := build(), sections_in(config), engine=virtual(7), say=lines.append):
+    with Listener(lines.append), follow(model := build(), sections_in(config), engine=virtual(7)):
         step(model, 0)
     key = "recompute_config.parallel_optimizer_comm_recompute"
     assert lines.count(f"note: no effect: {key}, because no layer is recomputed as a whole") == 1

@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide.core.log import Listener
 from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow, sections_in, tensor_parallel_group
 from lowtide.tensors.live_bytes import LiveBytes
@@ -121,7 +122,7 @@ def trains(rank: int, slices: bool, recompute: Any = True, compat: bool = False,
     truth = [step(model, seed) for model in [Net(rank, **model_with)] for seed in range(3)]
     model, lines = Net(rank, **model_with), []
     sections = sections_in(config(slices, recompute, compat))
-    with follow(model, sections, engine=virtual(0), tp_group=dist.group.WORLD, say=lines.append) as tide:
+    with Listener(lines.append), follow(model, sections, engine=virtual(0), tp_group=dist.group.WORLD) as tide:
         bits = [all(map(torch.equal, step(model, seed), expected)) for seed, expected in enumerate(truth)]
         tide.reset_stats()
         with Gathers() as counted, LiveBytes(model=model) as live:
@@ -187,7 +188,7 @@ def without_group(rank: int) -> tuple[str, list[str], str]:
     with pytest.raises(ConfigError) as misplaced:
         lowtide.apply(Net(rank), {"recompute": "all"}, tp_group=dist.group.WORLD)
     lines: list[str] = []
-    with follow(model := Net(rank), sections_in(config(True, compat=True)), engine=virtual(0), say=lines.append):
+    with Listener(lines.append), follow(model := Net(rank), sections_in(config(True, compat=True)), engine=virtual(0)):
         step(model, 0)
     return str(caught.value), [line for line in lines if KEY in line], str(misplaced.value)
 

@@ -68,7 +68,7 @@ _VERIFY = (
     "pipeline/test_rows.py",
     "pipeline/test_verify.py",
     "pipeline/test_schedule.py",
-    "pipeline/test_torch_schedules.py",
+    "pipeline/test_attach.py",
 )
 _TIMELINE = ("timeline", "planner/test_problem.py", "planner/test_solve.py")
 
@@ -395,7 +395,7 @@ BUCKETS = [
     ),
     Mutant(
         "late-momenta-in-parts",
-        "optimizer.step:Stepper._steps_at_once",
+        "optimizer.parts:Parts._steps_at_once",
         gives("False"),
         ("optimizer/test_bit_equality.py::test_same_bits[SGD-foreach]",),
         "SGD in bfloat16 gives other bits in the step in which a gradient first comes",
@@ -409,14 +409,14 @@ BUCKETS = [
     ),
     Mutant(
         "half-a-step-is-saved",
-        "optimizer.swap:OptimizerSwap._before_state_dict",
-        never("_torn"),
+        "optimizer.swap:OptimizerSwap._refuse",
+        drops("refuse_torn"),
         ("optimizer/test_step.py::test_a_failed_fetch_at_every_bucket_is_resumed_to_the_same_bits",),
         "a checkpoint has some parameters of this step and some of the one before",
     ),
     Mutant(
         "stretches-of-one-place",
-        "optimizer.homes:StateBucket.cut",
+        "optimizer.buckets:StateBucket.cut",
         puts("entry.start_bytes + start * size", "entry.start_bytes"),
         ("optimizer/test_cuts.py::test_same_bits[torch.float32-AdamW-foreach]",),
         "the state of each stretch is written over that of the first one",
@@ -556,7 +556,7 @@ THREADS = [
     Mutant(
         "first-tables-without-a-lock",
         "runtime.session.wrap:PlannedForwards._enter",
-        puts("self._learning", "contextlib.nullcontext()"),
+        puts("self._writing", "contextlib.nullcontext()"),
         _WRAP,
         "two threads in their first forward pass write their tables into one another",
     ),
@@ -722,7 +722,7 @@ STATE = [
     ),
     Mutant(
         "a-slot-without-its-bucket",
-        "optimizer.store:StateStore._settle_in",
+        "optimizer.store:StateStore._make_bucket",
         drops("free"),
         _OPTIMIZER,
         "each step in which the device is full leaks a bucket of host memory",
@@ -743,22 +743,22 @@ STATE = [
     ),
     Mutant(
         "the-users-own-mapping",
-        "optimizer.swap:OptimizerSwap._take_over",
-        drops("_original_state"),
+        "optimizer.state:ShownState.take_over",
+        always("isinstance"),
         _OPTIMIZER,
         "after detach() the mapping that the user put in place is gone",
     ),
     Mutant(
         "a-mapping-without-its-factory",
-        "optimizer.swap:OptimizerSwap._take_over",
-        puts("getattr(put, 'default_factory', None)", "None"),
+        "optimizer.state:ShownState._show",
+        puts("getattr(content, 'default_factory', None)", "None"),
         _OPTIMIZER,
         "after optimizer.state was replaced a new parameter's first step is a KeyError",
     ),
     Mutant(
         "state-replaced-in-the-middle-of-a-step",
         "optimizer.swap:OptimizerSwap._run",
-        never("_begun_with"),
+        never("begun"),
         _OPTIMIZER,
         "half a step uses the old state and half the new one",
     ),

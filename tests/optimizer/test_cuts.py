@@ -91,7 +91,7 @@ def plain(case: Large) -> Result:
 
 def _stretches(handle: Any) -> list[int]:
     """Of each bucket, how many pieces."""
-    return [len(home.pieces) for home in handle._store.homes]
+    return [len(bucket.chunks) for bucket in handle._store.buckets]
 
 
 @pytest.mark.parametrize(("kind", "implementation"), CUT)
@@ -128,7 +128,7 @@ def test_no_more_than_three_stretches_are_on_the_device(is_transposed: bool) -> 
         case.set_gradients(parameters, step)
         optimizer.step()
         assert handle.stats.bucket_peak_bytes <= NUM_BUFFERS * 8 * CUT_ELEMENTS
-        assert handle._transfers.held_bytes == 0
+        assert handle._store.transfers.held_bytes == 0
         assert handle.stats.num_buckets == NUM_STRETCHES + 2
     shapes = {value.shape for value in optimizer.state[parameters[1]].values()}
     assert shapes == {torch.Size([]), parameters[1].shape}
@@ -258,10 +258,10 @@ def test_a_gradient_that_lies_otherwise_steps_whole() -> None:
             gradient = torch.linspace(-1, step, parameter.numel())
             lies_otherwise = step == 2
             parameter.grad = gradient.view(-1, 32).t() if lies_otherwise else gradient.view(32, -1)
-            before = handle._transfers.fetched_bytes if handle else 0
+            before = handle._store.transfers.fetched_bytes if handle else 0
             optimizer.step()
             if handle and step:
-                assert handle._transfers.fetched_bytes - before >= 8 * parameter.numel()
+                assert handle._store.transfers.fetched_bytes - before >= 8 * parameter.numel()
                 assert (handle.stats.bucket_peak_bytes > 8 * parameter.numel()) == (step >= 2)
         if handle:
             handle.detach()

@@ -60,7 +60,7 @@ def _train(engine: Any, kind: str = "AdamW", dtype: torch.dtype = torch.float32)
     result = result_of(list(model.parameters()), optimizer)
     if handle:
         assert handle.stats.num_steps == 9
-        assert handle._transfers.held_bytes == 0
+        assert handle._store.transfers.held_bytes == 0
         handle.detach()
         assert engine.violations == []
         assert engine.num_slots == 0

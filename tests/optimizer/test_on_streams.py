@@ -75,7 +75,7 @@ def test_buckets_for_which_there_is_no_memory_are_cut_in_two(tier: str, tmp_path
             for p, o in ((parameters, optimizer), (plain_parameters, plain_optimizer)):
                 case.set_gradients(p, step)
                 o.step()
-            counts.append(len(handle._store.homes))
+            counts.append(len(handle._store.buckets))
     assert counts[9] > counts[5]
     assert str(caught[0].message).startswith("lowtide: no memory on cpu for ")
     assert len(caught) < 10

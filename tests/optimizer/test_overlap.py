@@ -39,7 +39,7 @@ class Falling(VirtualEngine):
     handle: Any = None
 
     def device_bytes(self) -> int | None:
-        held = self.handle._transfers.held_bytes if self.handle else 0
+        held = self.handle._store.transfers.held_bytes if self.handle else 0
         in_use = 40_000 - 1_500 * (self.num_calls % 14) + held
         self.num_calls += 1
         self.most_bytes = max(self.most_bytes, in_use)
@@ -177,7 +177,7 @@ def test_a_skipped_step_drops_what_was_fetched() -> None:
         if step != 4:
             optimizer.step()
         optimizer.zero_grad()
-    assert handle._transfers.held_bytes == 0
+    assert handle._store.transfers.held_bytes == 0
     handle.detach()
     assert engine.violations == []
 

@@ -88,7 +88,7 @@ def trained(rank: int, way: str, overlap: str) -> dict[str, Any]:
     between = _same(_left(model, optimizer), truth)
     kinds = {type(optimizer.state[p]["exp_avg"]).__name__ for p in model.parameters()}
     moved = handle.stats.swapped_bytes
-    stretches = max(len(home.pieces) for home in handle._store.homes)
+    stretches = max(len(bucket.chunks) for bucket in handle._store.buckets)
     handle.detach()
     return {
         "between": between,

@@ -358,13 +358,13 @@ def test_it_says_what_it_chose_and_what_came_of_it() -> None:
     _step(case, parameters, optimizer, range(CHOSEN))
     choice = handle.residency
     assert choice is not None
-    assert choice.waited_seconds == 0.25 * 2 * len(handle._store.homes + handle._store._brought)
+    assert choice.waited_seconds == 0.25 * 2 * len(handle._store.buckets + handle._store._brought)
     share = choice.moved_bytes / (choice.moved_bytes + choice.resident_bytes)
     assert choice.predicted_seconds == pytest.approx(choice.waited_seconds * share)
     assert "not yet measured" in str(handle)
     _step(case, parameters, optimizer, range(CHOSEN, CHOSEN + NUM_WATCHED + 1))
     choice = handle.residency
-    assert choice.measured_seconds == 0.25 * 2 * len(handle._store.homes)
+    assert choice.measured_seconds == 0.25 * 2 * len(handle._store.buckets)
     assert "stay, of 0.009 MiB that the device has free at its worst moment; a step waits " in str(handle)
     handle.detach()
 
@@ -413,7 +413,7 @@ def test_without_a_counter_and_with_several_ranks_none_stays(monkeypatch: pytest
         assert handle.residency is not None
         assert handle.residency.reason == "nothing says how much memory cpu has (not for this backend)"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     with _swap(optimizer, _engine(device), device) as handle:
         assert handle.residency is not None
         assert handle.residency.reason == "there are several ranks, which must step alike: give a share"

@@ -174,7 +174,7 @@ def test_the_mapping_is_the_one_that_a_plain_optimizer_would_have(draw: int, ove
         engine = VirtualEngine(draw)
         attach = (lambda o=optimizer, e=engine: swapped(o, e, overlap=overlap)) if seed is not None else None
         handle = attach() if attach else None
-        mapping: Any = optimizer.state if handle is None else handle._original_state
+        mapping: Any = optimizer.state if handle is None else handle._shown.original
         seen: list[Any] = []
         for number, habit in enumerate(_habits(choose)):
             if habit == "step":

@@ -135,7 +135,7 @@ def test_groups_added_later_are_swapped_too() -> None:
             optimizer.step()
         results.append(result_of([*parameters, late], optimizer))
         if handle:
-            assert late in handle._store.home_of
+            assert late in handle._store.bucket_of
             handle.detach()
     assert_same(results[1], results[0])
 

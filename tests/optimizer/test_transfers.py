@@ -47,11 +47,11 @@ def test_no_more_than_a_few_buckets_are_on_the_device() -> None:
     for step in range(3):
         CASE.set_gradients(parameters, step)
         optimizer.step()
-        largest = max(home.nbytes for home in handle._store.homes)
+        largest = max(bucket.nbytes for bucket in handle._store.buckets)
         assert handle.stats.num_buckets >= 5
         assert largest <= max(BUCKET_BYTES, 2 * 4 * 40 * 30 + 512)
         assert handle.stats.bucket_peak_bytes <= NUM_BUFFERS * largest
-        assert handle._transfers.held_bytes == 0
+        assert handle._store.transfers.held_bytes == 0
     handle.detach()
 
 

@@ -1,19 +1,22 @@
-"""Rules and put-off weight gradients on torch's own schedules, on two real ranks: the bits of one process, and a layer
-that is recomputed runs once more, not twice."""
+"""Rules, budgets, put-off weight gradients and pairs on torch's own schedules, on two real ranks: the bits of one
+process, and a layer that is recomputed runs once more, not twice."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from types import SimpleNamespace
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from lowtide.errors import ConfigError
+from lowtide.errors import BudgetError, ConfigError
 from lowtide.pipeline import attach, linear
 from tests.support import two_ranks
 from tests.support.virtual_engine import virtual
@@ -86,11 +89,9 @@ def trained(rank: int, name: str, rules: str) -> tuple[list[str], int]:
         loss = loss_of(nn.Sequential(*truth)(x), y)
         loss.backward()
         wanted.append(loss.detach())
-    stages = [PipelineStage(every[number], number, num_stages, torch.device("cpu")) for number in own]
-    given: Any = stages[0] if name == "Schedule1F1B" else stages
-    schedule = getattr(pipelining, name)(given, M, loss_fn=loss_of)
+    schedule = torchs(rank, name, every)
     attached = attach(schedule, memory=RULES[rules], engine=virtual(rank))
-    different: list[str] = []
+    found: list[str] = []
     counts = []
     events: list[str] = []
     """Of one weight and its layer: when a weight gradient was added, and when that of the layer's input was there."""
@@ -109,14 +110,14 @@ def trained(rank: int, name: str, rules: str) -> tuple[list[str], int]:
         how: dict[str, Any] = {"losses": losses, "target": targets if is_last else None}
         schedule.step(*((inputs,) if 0 in own else ()), **how)
         counts.append(Counted.num_runs)
-        different += [f"loss {n}" for n, pair in enumerate(zip(losses, wanted)) if not same_bits(*pair)]
+        found += [f"loss {n}" for n, pair in enumerate(zip(losses, wanted)) if not same_bits(*pair)]
         for number in own:
             for (where, got), want in zip(every[number].named_parameters(), truth[number].parameters(), strict=True):
                 if not same_bits(got.grad, want.grad / M):
-                    different.append(f"step {step}, stage {number}: {where}")
+                    found.append(f"step {step}, stage {number}: {where}")
     # Where all backwards are split, the gradient of the input goes first.
-    different += ["not put off"] * (events[:1] == ["weight"] and name == "ScheduleZBVZeroBubble")
-    return different, counts[1]
+    found += ["not put off"] * (events[:1] == ["weight"] and name == "ScheduleZBVZeroBubble")
+    return found, counts[1]
 
 
 @pytest.fixture(scope="module")
@@ -133,18 +134,192 @@ def test_bits_are_those_of_one_process(told: dict[tuple[str, str], tuple[Any, ..
     assert told[name, rules] == (([], num_runs),) * 2
 
 
+def torchs(rank: int, name: str, every: list[nn.Module], num_micro_batches: int = M, **how: Any) -> Any:
+    """A schedule of torch's on the stages of this rank."""
+    own = SCHEDULES[name][rank]
+    stages = [PipelineStage(every[number], number, len(every), torch.device("cpu")) for number in own]
+    given: Any = stages[0] if name == "Schedule1F1B" else stages
+    return getattr(pipelining, name)(given, num_micro_batches, loss_fn=loss_of, **how)
+
+
+def different(rank: int, name: str, every: list[nn.Module], truth: list[nn.Module], scale: float) -> list[str]:
+    return [
+        f"{number}: {where}"
+        for number in SCHEDULES[name][rank]
+        for (where, got), want in zip(every[number].named_parameters(), truth[number].parameters(), strict=True)
+        if not same_bits(got.grad, want.grad / scale)
+    ]
+
+
+class Widened(Stage):
+    """Takes an argument by keyword on every rank, as masks are given."""
+
+    def forward(self, x: Tensor, *, factor: Tensor) -> Tensor:
+        return super().forward(x * factor)
+
+
+def one_process(stages: list[nn.Module], inputs: Tensor, targets: Tensor, **keywords: Tensor) -> list[Tensor]:
+    outputs = []
+    for number, (x, y) in enumerate(zip(inputs.chunk(M), targets.chunk(M), strict=True)):
+        output = x
+        for stage in stages:
+            output = stage(output, **{name: value.chunk(M)[number] for name, value in keywords.items()})
+        loss_of(output, y).backward()
+        outputs.append(output.detach())
+    return outputs
+
+
+def with_keywords(rank: int) -> list[str]:
+    """What differs with keyword arguments, outputs that are given back, sums instead of means, and in `eval`."""
+    torch.manual_seed(0)
+    name = "ScheduleInterleaved1F1B"  # torch cannot eval on a V
+    every = [Widened() for _ in range(4)]
+    truth = copy.deepcopy(every)
+    inputs, targets, factor = torch.randn(2 * M, 8), torch.randn(2 * M, 8), torch.rand(2 * M, 1)
+    outputs = one_process(truth, inputs, targets, factor=factor)
+    schedule = torchs(rank, name, every, scale_grads=False)
+    attached = attach(schedule, memory=RULES["recompute"], engine=virtual(rank))
+    how: dict[str, Any] = {"target": targets if rank == 1 else None, "losses": [], "factor": factor}
+    given = schedule.step(*((inputs,) if rank == 0 else ()), **how)
+    found = different(rank, name, every, truth, 1)
+    if rank == 1:
+        found += [] if same_bits(given.detach(), torch.cat(outputs)) else ["outputs"]
+    given = schedule.eval(*((inputs,) if rank == 0 else ()), **how)
+    if rank == 1:
+        found += [] if same_bits(given, torch.cat(outputs)) else ["eval"]
+    attached.remove()
+    return found
+
+
+def within(rank: int, name: str, share: float) -> dict[str, Any]:
+    """A budget of so much of the way from the floor to what all kept takes: what differs, and peaks."""
+    torch.manual_seed(0)
+    every = [Stage() for _ in range(sum(map(len, SCHEDULES[name])))]
+    truth = copy.deepcopy(every)
+    inputs, targets = torch.randn(64 * M, 8), torch.randn(64 * M, 8)
+    one_process(truth, inputs, targets)
+    own = nn.ModuleList(every[number] for number in SCHEDULES[name][rank])
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.0)
+
+    def step(budget: int, num_steps: int) -> tuple[Any, list[int], list[str]]:
+        schedule = torchs(rank, name, every)
+        attached = attach(schedule, memory={"min_bytes": 0}, budget=budget, optimizer=optimizer, engine=virtual(rank))
+        peaks, found = [], []
+        ends = (0 in SCHEDULES[name][rank], len(every) - 1 in SCHEDULES[name][rank])
+        try:
+            for number in range(num_steps):
+                own.zero_grad()
+                counted = contextlib.nullcontext() if attached.plans is None else attached.plans.audit()
+                with counted as live:
+                    if live is not None:
+                        live.add_all([inputs, targets])
+                    target = targets if ends[1] else None
+                    schedule.step(*((inputs,) if ends[0] else ()), target=target, losses=[], return_outputs=False)
+                found += [f"step {number}, {each}" for each in different(rank, name, every, truth, M)]
+                peaks += [] if live is None else [live.peak_bytes]
+            return attached.plans.found, peaks, found
+        finally:
+            attached.remove()
+
+    with pytest.raises(BudgetError) as caught:
+        step(1 << 10, 1)
+    plain, _, _ = step(1 << 30, 1)
+    floor, most = caught.value.floor_bytes, [None, None]
+    dist.all_gather_object(most, plain.peak_bytes)
+    budget = int(floor + share * (max(most) - floor))
+    plan, peaks, found = step(budget, 3)
+    does = sorted({not each.does_nothing for each in plan.plans.values()})
+    return {
+        "different": found,
+        "peaks": peaks,
+        "said": plan.peak_bytes,
+        "budget": budget,
+        "does": does[-1],
+        "floor": floor,
+        "plain": plain.peak_bytes,
+    }
+
+
+def in_pairs(rank: int, order: str) -> tuple[list[str], int]:
+    """What differs where pairs are carried out by a function of one's own, and how many there were."""
+    torch.manual_seed(0)
+    name = "ScheduleDualPipeV"
+    every = [Stage() for _ in range(4)]
+    truth = copy.deepcopy(every)
+    inputs, targets = torch.randn(2 * M, 8), torch.randn(2 * M, 8)
+    one_process(truth, inputs, targets)
+    pairs = []
+
+    def run_pair(forward: Any, backward: Any) -> None:
+        halves = [half for half in (forward, backward) if half is not None]
+        pairs.extend([order] * (len(halves) - 1))
+        for half in halves if order == "forward first" else reversed(halves):
+            half()
+
+    schedule = torchs(rank, name, every)
+    attached = attach(schedule, run_pair=run_pair)
+    schedule.step(*((inputs,) if rank == 0 else ()), target=targets if rank == 0 else None, return_outputs=False)
+    attached.remove()
+    return different(rank, name, every, truth, M), len(pairs)
+
+
+def test_keywords_outputs_and_eval_are_torchs(tmp_path: Path) -> None:
+    assert two_ranks.run(__name__, [("with_keywords", {})], tmp_path) == [([], [])]
+
+
+def test_a_budget_holds_for_the_stages_of_a_rank(tmp_path: Path) -> None:
+    names = ["Schedule1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+    for answer in two_ranks.run(__name__, [("within", {"name": name, "share": 0.05}) for name in names], tmp_path):
+        assert any(rank["does"] for rank in answer)
+        for rank in answer:
+            assert rank["different"] == []
+            assert max(rank["peaks"]) <= rank["said"] <= rank["budget"]
+
+
+def test_pairs_are_carried_out_by_what_is_given(tmp_path: Path) -> None:
+    jobs = [("in_pairs", {"order": f"{order} first"}) for order in ("forward", "backward")]
+    # 2M - 3P + r + 1 pairs, and one less on the last rank
+    assert two_ranks.run(__name__, jobs, tmp_path) == [(([], 2 * M - 5),) * 2] * 2
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_is_refused() -> None:
-    stage = SimpleNamespace(stage_index=3, dw_builder=None)
-    with pytest.raises(ConfigError) as caught:
-        attach(SimpleNamespace(_stages=[stage]), memory={"budget": "1GiB"})
-    assert str(caught.value) == (
-        "lowtide.pipeline.attach: a budget cannot be planned for a schedule of torch's; write rules (recompute, swap), "
-        "or use lowtide.pipeline.Pipeline with fit_stages"
+    def schedule(kind: Any = pipelining.ScheduleGPipe, **more: Any) -> Any:
+        return kind(PipelineStage(Stage(), 0, 1, torch.device("cpu"), **more), M, loss_fn=loss_of)
+
+    def attempt(given: Any, *batch: Any, step: dict[str, Any] | None = None, **how: Any) -> None:
+        attached = attach(given, **how)
+        try:
+            given.step(*batch, target=torch.ones(M, 8), **(step or {}))
+        finally:
+            attached.remove()
+
+    def told(*given: Any, **how: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            attempt(*given, **how)
+        return str(caught.value).removeprefix("lowtide.pipeline.attach: ")
+
+    assert told(schedule(dw_builder=lambda: print)) == (
+        "stage 0 has a dw_builder, and attach puts weight gradients off by itself; leave dw_builder out"
     )
-    stage.dw_builder = print
-    with pytest.raises(ConfigError) as caught:
-        attach(SimpleNamespace(_stages=[stage]))
-    assert str(caught.value) == (
-        "lowtide.pipeline.attach: stage 3 has a dw_builder already; attach puts one of its own there. Take one of them "
-        "out"
+    assert told(schedule(), run_pair=lambda forward, backward: None) == (
+        "ScheduleGPipe has no pairs of a forward and a backward; use ScheduleDualPipeV"
+    )
+    x = torch.ones(M, 8)
+    assert told(schedule(), x, step={"loss_kwargs": {"a": 1}}) == (
+        "loss_kwargs cannot be handed on; give the schedule a loss that has them"
+    )
+    assert told(schedule(), x, budget="1GiB") == (
+        "a budget has no room for the outputs of all micro-batches; call step(..., return_outputs=False)"
+    )
+    assert told(schedule(), x, budget="1GiB", step={"return_outputs": False, "factor": x}) == (
+        "a budget cannot be planned for stages with keyword arguments (factor); write rules: recompute, swap, keep"
     )

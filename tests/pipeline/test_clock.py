@@ -10,11 +10,10 @@ import random
 
 import pytest
 
-from lowtide.pipeline.clock import UNIT, Durations, Played, play
+from lowtide.pipeline.clock import UNIT, Durations, Played, play, with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.row_counts import paired_share, peak_live_chunks
+from lowtide.pipeline.live_chunks import paired_share, peak_live_chunks
 from lowtide.pipeline.schedule import Schedule, made_by
-from lowtide.pipeline.transfers import with_transfers
 
 SIZES = [(ranks, factor * ranks) for ranks in (2, 4, 8) for factor in (2, 4, 8)] + [(16, 32), (16, 128)]
 

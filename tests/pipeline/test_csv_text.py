@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.csv_text import from_csv, to_csv
+from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.transfers import with_transfers
+from lowtide.pipeline.schedule import from_csv, to_csv
 from lowtide.pipeline.verify import verify
 from tests.pipeline.torch_oracle import loaded
 

@@ -19,7 +19,7 @@ from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.pipeline import expert_block, split_experts
 from lowtide.pipeline.exchange import all_to_all
-from lowtide.pipeline.experts_transformers import find_experts
+from lowtide.pipeline.experts import find_experts
 from tests.support import moe_models, two_ranks
 from tests.support.zoo import same_bits
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from lowtide.config.schedules import SCHEDULES, ClusterSchedule, RunSchedule
 from lowtide.errors import ConfigError
-from lowtide.pipeline.csv_text import from_csv, to_csv
 from lowtide.pipeline.generators import GENERATORS, make_schedule
-from lowtide.pipeline.row_counts import peak_live_chunks
-from lowtide.pipeline.schedule import Kind, Pair, Schedule
+from lowtide.pipeline.live_chunks import peak_live_chunks
+from lowtide.pipeline.schedule import Kind, Pair, Schedule, from_csv, to_csv
 from lowtide.pipeline.verify import verify
 from tests.pipeline.torch_oracle import rows_of
 
@@ -165,3 +166,16 @@ def test_mistakes_are_named(name: str, numbers: dict[str, int], text: str) -> No
 def test_a_schedule_that_nobody_can_hold_is_refused_at_once(name: str) -> None:
     with pytest.raises(ConfigError, match="forward passes in one schedule, of at most 262144; take fewer of one of"):
         make_schedule(name, num_ranks=512, num_micro_batches=65_536)
+
+
+def test_one_table_knows_every_schedule() -> None:
+    assert set(get_args(RunSchedule)) == set(GENERATORS)
+    assert set(get_args(ClusterSchedule)) - {"auto"} == {name for name, kind in SCHEDULES.items() if kind.is_searched}
+    for name, kind in SCHEDULES.items():
+        assert (name in GENERATORS) == (kind.played_as is None)
+        if name in GENERATORS:
+            num_ranks = 1 if kind.is_for_one_rank else 4
+            schedule = make_schedule(name, num_ranks=num_ranks, num_micro_batches=8)
+            pairs = [each for row in schedule.actions for each in row if isinstance(each, Pair)]
+            assert bool(pairs) == kind.has_pairs
+            assert schedule.num_stages == num_ranks * (kind.stages_per_rank or 2)

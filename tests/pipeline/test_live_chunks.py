@@ -7,11 +7,10 @@ from collections import Counter
 
 import pytest
 
+from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import GENERATORS, make_schedule
-from lowtide.pipeline.live_chunks import live_chunks_of
-from lowtide.pipeline.row_counts import peak_live_chunks
+from lowtide.pipeline.live_chunks import live_chunks_of, peak_live_chunks
 from lowtide.pipeline.schedule import RECEIVES, TRANSFERS, Kind, Result, Schedule, carried_by, made_by
-from lowtide.pipeline.transfers import with_transfers
 
 SEVERAL = [name for name in GENERATORS if name != "one_stage_overlap"]
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.pipeline.clock import Durations, play
+from lowtide.pipeline.clock import Durations, picture, play
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.picture import picture
 
 GOLDEN = Path(__file__).parent / "golden"
 PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"

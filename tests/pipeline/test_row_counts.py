@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.pipeline.csv_text import from_csv
 from lowtide.pipeline.generators import GENERATORS, make_schedule
-from lowtide.pipeline.row_counts import (
+from lowtide.pipeline.live_chunks import (
     is_in_order,
     paired_share,
     peak_live_chunks,
     peak_receives,
 )
-from lowtide.pipeline.schedule import Schedule
+from lowtide.pipeline.schedule import Schedule, from_csv
 
 
 def written(*rows: str) -> Schedule:

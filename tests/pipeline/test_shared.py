@@ -14,6 +14,7 @@ CUT = [("llama", "1f1b"), ("qwen3_moe", "gpipe"), ("deepseek_v3", "interleaved")
 JOBS: dict[str, two_ranks.Job] = {
     "cut": ("cut_models", {"each": CUT}),
     "losses": ("weights_of_losses", {}),
+    "buffers": ("shared_buffers", {}),
     "warned": ("warned", {}),
     "drifts": ("drifts", {}),
     "refusals": ("refusals", {}),
@@ -45,6 +46,18 @@ def test_what_stages_share_is_refused_until_it_is_named_and_then_kept_equal(
         "tied=find_ties(stages) with all stages of the model; if they only begin alike, give tied=()"
     )
     assert told[how] == ((text, []),) * 2
+
+
+def test_a_shared_buffer_that_is_written_is_refused(told: dict[str, tuple[Any, ...]]) -> None:
+    def text(one: str, other: str) -> str:
+        return (
+            f"pipeline: '1.total' of stage {one} is one buffer with '1.total' of stage {other}, and stage {one} has "
+            "written it, which no other rank sees; give each stage a buffer of its own"
+        )
+
+    for pair, said in zip(("01", "03"), zip(*told["buffers"], strict=True), strict=True):
+        first, last = text(*pair), text(*reversed(pair))
+        assert all(each.endswith((first, last)) for each in said)
 
 
 def test_weights_of_the_loss_and_behind_the_inputs_are_divided_once(told: dict[str, tuple[Any, ...]]) -> None:
@@ -91,6 +104,4 @@ def test_ranks_that_disagree_are_told_by_name(told: dict[str, tuple[Any, ...]]) 
             "ConfigError: pipeline: rank 0 is at fit_stages, and rank 1 at the first step; all ranks must make the "
             "same calls (a budget is for all ranks or for none)"
         )
-        assert said["divide_by later"].startswith("PipelineError: pipeline: rank ")
-        assert "divides gradients by" in said["divide_by later"]
-        assert said["divide_by later"].endswith("give all ranks the same divide_by")
+        assert said["divide_by later"].startswith(f"{head} values of divide_by: rank 0 has ")

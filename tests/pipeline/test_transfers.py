@@ -9,12 +9,10 @@ import random
 
 import pytest
 
-from lowtide.pipeline.clock import play
-from lowtide.pipeline.csv_text import to_csv
+from lowtide.pipeline.clock import play, with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.row_counts import peak_receives
-from lowtide.pipeline.schedule import RECEIVES, SENDS, TRANSFERS, carried_by, made_by
-from lowtide.pipeline.transfers import with_transfers
+from lowtide.pipeline.live_chunks import peak_receives
+from lowtide.pipeline.schedule import RECEIVES, SENDS, TRANSFERS, carried_by, made_by, to_csv
 from lowtide.pipeline.verify import verify
 
 OF_SEVERAL_RANKS = ("gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev")

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.csv_text import from_csv
+from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.schedule import AnyAction, Schedule, as_v, in_rounds
-from lowtide.pipeline.transfers import with_transfers
+from lowtide.pipeline.schedule import AnyAction, Schedule, as_v, from_csv, in_rounds
 from lowtide.pipeline.verify import Sends, order_faults, verify
 from tests.pipeline.machine import Machine, Outcome
 from tests.pipeline.torch_oracle import lowered, rows_of

@@ -10,7 +10,7 @@ import torch
 import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.core.profile import Profile
-from lowtide.planner.half_a_batch import batch_rows
+from lowtide.planner.advice import batch_rows
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace
 from lowtide.timeline.hardware import load_hardware

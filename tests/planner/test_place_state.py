@@ -23,7 +23,7 @@ from lowtide.planner.place_state import batch_tokens, bucket_size, bucket_tempor
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.state_items import StateShares, in_order, with_state
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
-from lowtide.report.compared_curves import memory_curve
+from lowtide.report.played_step import play
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link
@@ -123,7 +123,7 @@ def test_the_memory_of_the_step_is_drawn_as_predicted(plans: dict[int, dict[str,
             if plan is None or plan.predicted is None:
                 continue
             memory = load_memory({"budget": mib * MIB, "optimizer": optimizer})
-            curve = memory_curve(plan, PROFILE, memory, link=LINK)
+            curve = play(plan, PROFILE, memory, link=LINK).curve
             assert max(curve.planned_bytes) == plan.predicted.peak_bytes
             assert max(curve.plain_bytes) == plan.predicted.plain_peak_bytes
             assert len(curve.planned_bytes) == len(curve.plain_bytes) == len(curve.seconds)

@@ -9,10 +9,10 @@ import pytest
 
 from lowtide.cli.diff import plan_diff
 from lowtide.config.memory import load_memory
-from lowtide.core.codec import Codec
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
+from lowtide.core.recipe import Codec
 from lowtide.errors import BudgetError
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import HostCosts
@@ -21,7 +21,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import send_ops
 from lowtide.planner.smaller import form_of
 from lowtide.report.budget_sweep import SweptBudget, sweep_lines
-from lowtide.report.compared_curves import memory_curve
+from lowtide.report.played_step import play
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import StepArrays, curve, plain_curve
 from lowtide.timeline.step import Link
@@ -99,7 +99,7 @@ def test_a_budget_that_only_codecs_can_keep() -> None:
     with pytest.raises(BudgetError):
         planned(decoder_profile(), 20)
     profile = coded()
-    drawn = memory_curve(plan, profile, NO_RECIPES, link=SLOW)
+    drawn = play(plan, profile, NO_RECIPES, link=SLOW).curve
     assert max(drawn.planned_bytes) == plan.predicted.peak_bytes
 
 
@@ -170,7 +170,7 @@ def test_a_codec_is_weighed_beside_a_recipe(
     assert predicted is not None
     parts = (predicted.codec_seconds, predicted.recompute_seconds)
     assert parts == pytest.approx((seconds, 0.0) if is_stored else (0.0, recipe_seconds))
-    drawn = memory_curve(plan, profile, load_memory({"budget": "1GiB", **only_mul}), link=SLOW)
+    drawn = play(plan, profile, load_memory({"budget": "1GiB", **only_mul}), link=SLOW).curve
     assert max(drawn.planned_bytes) == predicted.peak_bytes
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lowtide.profiling import compiled_calls
+from lowtide.profiling import step_recorder
 
 
-class Recorder:
-    """Which of a step recorder's hooks ran, with what."""
+class Watch:
+    """Which of the hooks around a module ran, with what."""
+
+    state = None
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] = []
@@ -33,7 +35,7 @@ class Recorder:
 def test_hooks_around_a_compiled_part_are_those_around_a_module(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output is caught before hooks of others change it; a call that fails has no output to catch."""
 
-    def run(recorder: Any, module: nn.Module, call: Any, args: tuple, kwargs: dict) -> Any:
+    def run(state: Any, module: nn.Module, call: Any, args: tuple, kwargs: dict) -> Any:
         return call(*args, **kwargs)
 
     def call(x: int) -> int:
@@ -41,14 +43,14 @@ def test_hooks_around_a_compiled_part_are_those_around_a_module(fails: bool, mon
             raise ValueError
         return x + 1
 
-    monkeypatch.setattr(compiled_calls, "_run", run)
-    recorder: Any = Recorder()
+    monkeypatch.setattr(step_recorder, "_run", run)
+    watch: Any = Watch()
     part = ("layers.0", nn.Identity())
     if fails:
         with pytest.raises(ValueError):
-            compiled_calls.run_compiled(recorder, part, call, (1,), {})
+            step_recorder.run_compiled(watch, part, call, (1,), {})
     else:
-        assert compiled_calls.run_compiled(recorder, part, call, (1,), {}) == 2
+        assert step_recorder.run_compiled(watch, part, call, (1,), {}) == 2
     output = None if fails else 2
     caught = [] if fails else [("end layers.0", 2)]
-    assert recorder.seen == [("entry layers.0", (1,)), ("begin layers.0", (1,)), *caught, ("exit layers.0", output)]
+    assert watch.seen == [("entry layers.0", (1,)), ("begin layers.0", (1,)), *caught, ("exit layers.0", output)]

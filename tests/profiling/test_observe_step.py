@@ -278,7 +278,7 @@ def test_a_batch_with_a_wrong_name_is_explained() -> None:
 
 
 def test_a_frozen_model_and_a_meta_model_are_explained() -> None:
-    with pytest.raises(ConfigError, match=r"^observe: no parameter requires a gradient; nothing is saved"):
+    with pytest.raises(ConfigError, match=r"^lowtide: no parameter requires a gradient, so there is nothing to plan"):
         observe(nn.Linear(4, 4).requires_grad_(False), (torch.ones(2, 4),))
     with pytest.raises(ConfigError, match=r"^observe: the model is on the meta device; give it weights"):
         observe(nn.Linear(4, 4, device="meta"), (torch.ones(2, 4),))

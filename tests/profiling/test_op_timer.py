@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.profiling.op_timer import HostClock, kind_of, steady
-from lowtide.recipes.graph import Call, Storage, Value
+from lowtide.recipes.graph import OpCall, Storage, Value
 
 MM, ADD = torch.ops.aten.mm.default, torch.ops.aten.add.Tensor
 
@@ -16,9 +16,9 @@ def value(*size: int, dtype: torch.dtype = torch.float32, stride: tuple[int, ...
     return Value(storage, 0, size, stride, offset, dtype, torch.device("cpu"))
 
 
-def call(*args: object, func: object = MM, index: int = 0, **kwargs: object) -> Call:
-    return Call(index=index, func=func, args=args, kwargs=kwargs, outputs=(), name=f"{index}", seconds=0.0,
-                is_random=False, is_collective=False)  # fmt: skip
+def call(*args: object, func: object = MM, index: int = 0, **kwargs: object) -> OpCall:
+    return OpCall(index=index, func=func, args=args, kwargs=kwargs, outputs=(), name=f"{index}", seconds=0.0,
+                is_collective=False)  # fmt: skip
 
 
 def test_operators_of_one_kind_take_the_lower_median_of_it() -> None:
@@ -52,4 +52,4 @@ def test_the_clock_of_the_host_gives_equal_operators_one_time(monkeypatch: pytes
     monkeypatch.setattr(clock, "_overhead", 0.5)
     marks = [clock.seconds(mark, call(value(4, 8), value(8, 8))) for mark in (9.5, 2.5, 0.1)]
     other = clock.seconds(7.5, call(value(4, 9), value(9, 8)))
-    assert clock.settle([*marks, other, 4.0]) == [2.0, 2.0, 2.0, 7.0, 4.0]  # a compiled part has no kind
+    assert clock.settle([*marks, other, (4.0, None)]) == [2.0, 2.0, 2.0, 7.0, 4.0]  # a compiled part has no kind

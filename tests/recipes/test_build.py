@@ -22,7 +22,7 @@ from lowtide.core.recipe import Recipe
 from lowtide.profiling.observe_step import observe
 from lowtide.recipes.build import MAX_STEPS, build_recipes
 from lowtide.recipes.execute import compile_recipe
-from lowtide.recipes.graph import Call, Storage, Value
+from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.recipes.operators import filled_version
 from tests.support import zoo
 from tests.support.recording import Recording, record
@@ -292,7 +292,8 @@ def test_shape_free_recipes_hold_for_other_shapes() -> None:
         for entry in recipe.inputs:
             geometry = entry.geometry
             if entry.kind == "node":
-                geometry = dataclasses.replace(geometry, size=shapes[entry.name].size, stride=shapes[entry.name].stride)
+                seen = shapes[entry.name].shape
+                geometry = dataclasses.replace(geometry, size=seen.size, stride=seen.stride)
             inputs.append(truth.input(entry.kind, entry.name, geometry))
         made = compile_recipe(recipe).run(inputs, CPU).untyped_storage()
         assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(made), truth.bits[name]), name
@@ -485,7 +486,7 @@ def test_filled_means_every_element(drawn: tuple[list[int], list[tuple[int, int,
     memory = torch.zeros(size)
     allocation = torch.ops.aten.empty.memory_format
     storage = Storage(0, memory.untyped_storage().nbytes(), memory.dtype, "empty", "made")
-    storage.producer = Call(0, allocation, (size,), {}, (), "empty", 0.0, False, False)
+    storage.producer = OpCall(0, allocation, (size,), {}, (), "empty", 0.0, False)
     writers = []
     first_full = None
     for version, (dim, start, end) in enumerate(parts):
@@ -493,9 +494,7 @@ def test_filled_means_every_element(drawn: tuple[list[int], list[tuple[int, int,
         view.fill_(1)
         look = (tuple(view.size()), tuple(view.stride()), view.storage_offset())
         value = Value(storage, version, *look, view.dtype, CPU)
-        writers.append(
-            (Call(1, torch.ops.aten.fill_.Scalar, (value, 1), {}, (value,), "fill", 0.0, False, False), value)
-        )
+        writers.append((OpCall(1, torch.ops.aten.fill_.Scalar, (value, 1), {}, (value,), "fill", 0.0, False), value))
         if first_full is None and bool(memory.all()):
             first_full = version + 1
     filled = filled_version(storage, writers)

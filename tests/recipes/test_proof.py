@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.core.fate import Fate
+from lowtide.core.log import Listener
 from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep
 from lowtide.recipes import proof
 from lowtide.recipes.proof import OperatorLog, Start, is_same_constant, proof_of
@@ -158,7 +159,7 @@ def test_under_a_budget_recipes_that_do_not_hold_are_planned_away(name: str) -> 
     memory = {"recompute": ["layers.*.tanh"], "min_bytes": "1B", "layers": ["layers.0", "layers.1"]}
     lines: list[str] = []
     _at_step(model, 0)
-    with lowtide.optimize(model, budget="1MiB", memory=memory, engine="host", say=lines.append) as tide:
+    with Listener(lines.append), lowtide.optimize(model, budget="1MiB", memory=memory, engine="host") as tide:
         assert _same(_train(model, num_rows=512), truth)
         assert [event.why for event in tide.events].count("recipes do not hold") == 1
         assert {site.fate.value for site in tide.plan.sites if site.name.endswith(".tanh")} == {"keep"}

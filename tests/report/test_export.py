@@ -11,11 +11,11 @@ import pytest
 from lowtide.cli.export import SYSTEMS as COMMAND_SYSTEMS
 from lowtide.cli.main import main
 from lowtide.config.memory import MemoryConfig, SwapRule
-from lowtide.core.codec import Codec
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import LayerCall, Profile
+from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema.aliases import layer_tree
 from lowtide.mindformers.schema.file import read_sections

@@ -21,7 +21,8 @@ from lowtide.config.memory import load_memory
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
-from lowtide.report.played_step import OWNERS, Played, play, played_from_json, played_to_json
+from lowtide.report.elements import from_json, to_json
+from lowtide.report.played_step import OWNERS, Played, play
 from lowtide.report.write import _Room, snapshot, to_bytes
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
@@ -167,7 +168,7 @@ def test_what_has_no_block_is_what_recipes_need() -> None:
 
 
 def test_a_step_keeps_its_blocks_in_a_file(step: Played) -> None:
-    assert played_from_json(played_to_json(step)) == step
+    assert from_json(Played, to_json(step)) == step
 
 
 @settings(max_examples=60)

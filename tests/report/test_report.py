@@ -17,13 +17,11 @@ from torch import nn
 import lowtide
 from lowtide.cli.main import main
 from lowtide.config.memory import load_memory
-from lowtide.core.measured_curve import LayerTimes, MeasuredCurve
-from lowtide.core.profile import Profile
+from lowtide.core.profile import LayerTimes, MeasuredCurve, Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.budget_sweep import budget_sweep
-from lowtide.report.compared_curves import compared_seconds, largest_difference
-from lowtide.report.played_step import play
+from lowtide.report.played_step import compared_seconds, largest_difference, play
 from lowtide.report.report import Report, document, report_of_plan
 from lowtide.report.run_folder import report_of_handle
 from lowtide.report.write import _sweep_caption, page, trace
@@ -267,3 +265,49 @@ def test_beside_layers_that_run_again_stands_the_step_that_keeps_everything(prof
     again = {event.name for event in played.events if event.name.startswith("recompute ")}
     assert again == {"recompute 1", "recompute 2"}
     assert " What a layer makes while it runs again counts as temporaries." in unescape(page(report))
+
+
+# -- on a screen -------------------------------------------------------------------------------------------------------
+
+_WIDER = """<script>
+const wide = [...document.querySelectorAll("body *")].filter(each => !each.closest(".wide > *, pre *") &&
+  each.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(each => each.outerHTML);
+if (document.documentElement.scrollWidth > document.documentElement.clientWidth) wide.push("the page itself");
+document.body.innerHTML = "<p id=found>" + JSON.stringify([innerWidth, wide]) + "</p>";
+</script></body>"""
+
+
+def test_what_is_wide_scrolls_in_a_box_of_its_own(profile: Profile) -> None:
+    """Tables, pictures and text in columns: the page is never wider than the screen. Each picture has both themes."""
+    text = page(_report(profile))
+    assert text.count('<div class="wide">') == text.count("<table>") + text.count("<picture>") > 3
+    assert text.count("prefers-color-scheme: dark)") == 1 + text.count("<picture>")
+    assert re.search(r"\npre \{[^}]*overflow-x: auto", text) and ".wide { overflow-x: auto; }" in text
+    assert 'name="viewport" content="width=device-width' in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_overflows_in_a_browser(width: int, theme: str, profile: Profile, tmp_path: Path) -> None:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+    browser = next(filter(None, map(shutil.which, names)), None)
+    if browser is None:
+        pytest.skip(f"no browser: none of {', '.join(names)} is installed")
+    framed = tmp_path / "framed.html"
+    (tmp_path / "run.html").write_text(page(_report(profile)).replace("</body>", _WIDER), encoding="utf-8")
+    # A window is never narrower than 500 points; a frame is.
+    framed.write_text(f'<iframe src="run.html" width="{width}" height="900"></iframe>', encoding="utf-8")
+    scheme = {"light": "1", "dark": "0"}[theme]
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command += [
+        f"--blink-settings=preferredColorScheme={scheme}",
+        "--virtual-time-budget=5000",
+        "--window-size=1400,1000",
+    ]
+    script = 'onload = () => document.title = frames[0].document.getElementById("found").textContent'
+    framed.write_text(f"{framed.read_text(encoding='utf-8')}<script>{script}</script>", encoding="utf-8")
+    done = subprocess.run([*command, "--dump-dom", framed.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert found is not None, done.stderr
+    assert json.loads(unescape(found[1])) == [width, []]

@@ -14,9 +14,9 @@ import torch
 from examples.train.progress import MetricsFile, StepRecord
 from lowtide.cli.main import main
 from lowtide.errors import ConfigError
-from lowtide.report import rank_step, run_state
-from lowtide.report.history import History, history_from_json, history_to_json, tables_of
-from lowtide.report.rank_step import RankStep
+from lowtide.report.elements import from_json, to_json
+from lowtide.report.history import History, tables_of
+from lowtide.report.rank_step import RankStep, rank_table
 from lowtide.report.run_folder import RunFiles, report_of_folder
 from lowtide.report.run_state import RunState, verdict
 from lowtide.report.write import page
@@ -76,7 +76,7 @@ STEP = RankStep(
 )
 def test_what_is_said_first(state: RunState, said: tuple[str, ...]) -> None:
     assert verdict(state, 3) == said
-    assert run_state.from_json(run_state.to_json(state)) == state
+    assert from_json(RunState, to_json(state)) == state
 
 
 def test_a_process_that_is_gone_was_killed() -> None:
@@ -89,27 +89,27 @@ def test_a_process_that_is_gone_was_killed() -> None:
 
 
 def test_ranks_in_a_file_and_a_table() -> None:
-    assert rank_step.from_json(rank_step.to_json(STEP)) == STEP
-    table = rank_step.rank_table((STEP,))
+    assert from_json(RankStep, to_json(STEP)) == STEP
+    table = rank_table((STEP,))
     assert table.rows[1] == (
         "1", "stage 1: layers 2-3", "1.50 s (60 %)", "1.00 s (40 %)", "<0.001 MiB", "-", "1.0 MiB",
     )  # fmt: skip
     with pytest.raises(ConfigError):
-        rank_step.from_json(rank_step.to_json(STEP).replace('"wait"', '"weight"'))
+        from_json(RankStep, to_json(STEP).replace('"wait"', '"weight"'))
 
 
 def test_a_story_in_a_file_and_a_table() -> None:
     story = History(events=(("3", "peak: ...", "-", "0b8e", "1.0 s"),))
-    assert history_from_json(history_to_json(story)) == story
+    assert from_json(History, to_json(story)) == story
     (happened,) = tables_of(story)
     assert happened.rows[1] == story.events[0]
 
 
-@pytest.mark.parametrize("parse", [run_state.from_json, rank_step.from_json, history_from_json])
+@pytest.mark.parametrize("kind", [RunState, RankStep, History])
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"events": [[]]}', '{"a": ' * 9000])
-def test_files_that_were_edited_badly(parse: Any, text: str) -> None:
+def test_files_that_were_edited_badly(kind: Any, text: str) -> None:
     with pytest.raises(ConfigError):
-        parse(text)
+        from_json(kind, text)
 
 
 class FullDisk:
@@ -175,7 +175,7 @@ def test_other_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     files.note_peak(2, 5)
     files.note_rank(lambda: STEP, step=2, is_last=False)
-    assert rank_step.from_json((tmp_path / "rank-1.json").read_text()).peaks == ((2, 5),)
+    assert from_json(RankStep, (tmp_path / "rank-1.json").read_text()).peaks == ((2, 5),)
 
 
 def test_ranks_write_the_same_steps(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_run_that_was_killed_and_one_that_goes_on(tmp_path: Path, capsys: pyte
     ):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "run.json").write_text(run_state.to_json(dataclasses.replace(HERE, pid=pid)), encoding="utf-8")
+        (folder / "run.json").write_text(to_json(dataclasses.replace(HERE, pid=pid)), encoding="utf-8")
         failure = report_of_folder(folder).failure
         assert (failure[0] if failure else "").startswith(said) and bool(failure) == bool(said)
     (folder / "rank-0.json").write_text("{}", encoding="utf-8")
@@ -275,7 +275,7 @@ def test_the_measured_peak_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     state = dataclasses.replace(HERE, state="failed", why="one\n  - two", step=4)
-    (tmp_path / "run.json").write_text(run_state.to_json(state), encoding="utf-8")
+    (tmp_path / "run.json").write_text(to_json(state), encoding="utf-8")
     report = report_of_folder(tmp_path)
     assert report.measured.peak_bytes == 500 << 20
     assert report.failure[1:] == ("one\n  - two", "The highest peak until then was 900.0 MiB.")
@@ -283,6 +283,6 @@ def test_the_measured_peak_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
     peak, saved = (tile for tile in report.tiles if tile.what in ("peak, measured", "saved by the plans"))
     assert (peak.value, peak.beside) == ("500.0 MiB", "temporaries not counted")
     assert saved.beside == "70 % of the <0.001 MiB that a forward pass saves"
-    old = json.loads(run_state.to_json(state))
+    old = json.loads(to_json(state))
     del old["device"]  # as 0.1.0 wrote it
-    assert run_state.from_json(json.dumps(old)).device == ""
+    assert from_json(RunState, json.dumps(old)).device == ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
@@ -285,3 +287,43 @@ def test_versions_under_selective_checkpointing_are_those_of_torch() -> None:
         assert theirs is None or torch.equal(theirs, ours), f"seed {seed}"
         verdicts["refused" if theirs is None else "equal"] += 1
     assert verdicts["refused"] > 3 and verdicts["equal"] > 3, verdicts
+
+
+class _TwoSides(nn.Module):
+    """Two outputs, each computed by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x).sin(), self.b(x).cos()
+
+
+class _Products(TorchDispatchMode):
+    """Counts the products that linear modules begin with."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.num += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "GraphExecGroup"), reason="this torch has no such groups")
+@pytest.mark.parametrize("is_group", [True, False])
+def test_a_group_of_backward_passes_runs_a_layer_again_once(is_group: bool) -> None:
+    model, x = nn.Sequential(_TwoSides()), torch.randn(3, WIDTH)
+    twin = copy.deepcopy(model)
+    left, right = twin(x)
+    (left.sum() + right.sum()).backward()
+    with lowtide.apply(model, {"recompute": "all", "layers": ["0"]}):
+        for step in range(3):
+            model.zero_grad()
+            left, right = model(x)
+            with torch.utils.checkpoint.GraphExecGroup() if is_group else nullcontext(), _Products() as products:
+                left.sum().backward()
+                right.sum().backward()
+            assert step == 0 or products.num == (2 if is_group else 4)
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import lowtide
 from lowtide.profiling.layers import find_layers
 from tests.support import two_ranks, zoo
+from tests.support.grid import in_turn
 from tests.support.virtual_engine import virtual
 
 SWAP = {"swap": "all", "min_bytes": 0}
@@ -78,13 +79,11 @@ def _leaves(case: zoo.Case) -> list[str]:
     return [name for name, module in case.build(SEED).named_modules() if name and not list(module.children())]
 
 
-@every_case
-@pytest.mark.parametrize("swap", ["none", "all"])
+@pytest.mark.parametrize(("case", "swap"), in_turn(2, zoo.CASES.values(), ["none", "all"]))
 def test_recomputing_every_module_without_children_is_the_same_to_the_bit(case: zoo.Case, swap: str) -> None:
     """Activations, norms and dropouts drop their outputs; linears and convolutions drop nothing, and must not mind."""
     truth = zoo.plain_result(case.name, SEED, num_steps=2, accumulate=2)
-    # Every leaf beside leaves that are recomputed; and every other one beside what is swapped, in half of the cases the
-    # first, in the others the second.
+    # Every leaf in half of the cases; in the others every other one beside what is swapped, the first or the second.
     leaves = _leaves(case)
     chosen = leaves if swap == "none" else leaves[list(zoo.CASES).index(case.name) % 2 :: 2] or leaves
     plan = {"recompute": chosen, "swap": swap, "min_bytes": 0}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import lowtide
 import lowtide.runtime
 from lowtide.profiling.observe_call import _own_hooks_aside
-from lowtide.profiling.observe_step import untouched
+from lowtide.profiling.untouched import untouched
 from lowtide.runtime.saved.stats import Ledger
 from tests.support import zoo
 from tests.support.small_models import ALL_MADE, Gated, only_made, profiled, rows, small_loss, stack

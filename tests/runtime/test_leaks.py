@@ -161,8 +161,8 @@ def _blocks_after_a_thousand_steps(model: nn.Module, tide: lowtide.Tide) -> tupl
 @pytest.mark.parametrize(
     ("plan", "engine"),
     [
-        ("mixed", "host"),
-        ("swap", virtual(0)),
+        ("mixed", "host"),  # every fate, on an engine with threads
+        pytest.param("swap", virtual(0), marks=pytest.mark.extended),
         pytest.param("both", "host", marks=pytest.mark.extended),
         *(pytest.param(plan, virtual(1), marks=pytest.mark.extended) for plan in MEMORY),
     ],

@@ -8,7 +8,6 @@ observed step, a planned step with a graph that is dropped in between, and two g
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -18,6 +17,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime.offload import scheduler as swap
 from tests.support import zoo
+from tests.support.grid import in_turn
 from tests.support.virtual_engine import virtual
 
 # Those that run in a few milliseconds and differ in what they do to the order of copies.
@@ -75,7 +75,7 @@ def _num_owners() -> int:
     [range(NUM_FIRST), pytest.param(range(NUM_FIRST, SEEDS_A_TEST), marks=pytest.mark.extended)],
     ids=["first", "more"],
 )
-@pytest.mark.parametrize(("name", "plan"), list(itertools.product(NAMES, range(len(PLANS)))))
+@pytest.mark.parametrize(("name", "plan"), in_turn(2, NAMES, range(len(PLANS))))
 @pytest.mark.filterwarnings("ignore:lowtide. no room:UserWarning")
 def test_every_schedule_gives_the_same_bits(
     name: str, plan: int, numbers: range, record_property: Callable[[str, int], None]

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.core.log import Listener
 from lowtide.errors import BudgetError
 from lowtide.timeline.step import Link
 from tests.standin import device
@@ -189,9 +190,8 @@ def _planned(training: Training, budget_bytes: int, look: Callable[[Any | None],
         model = training.model()
         optimizer = training.optimizer(model)
         memory: dict[str, Any] = {"min_bytes": training.min_bytes, "strict": True}
-        with lowtide.optimize(
-            model, budget=budget_bytes + before_bytes, optimizer=optimizer, memory=memory, say=hear
-        ) as tide:
+        budget = budget_bytes + before_bytes
+        with Listener(hear), lowtide.optimize(model, budget=budget, optimizer=optimizer, memory=memory) as tide:
 
             def after(tide: Any = tide) -> None:
                 peaks.append(device.take_peak() - before_bytes)

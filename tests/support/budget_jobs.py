@@ -28,7 +28,7 @@ from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
 WIDTH, INNER, VOCABULARY, LENGTH = 16, 64, 32, 48
-NUM_BLOCKS = 8
+NUM_BLOCKS = 4
 
 
 class Block(nn.Module):
@@ -108,7 +108,7 @@ class Rank:
         number = self.schedule.num_stages
         blocks: list[nn.Module] = [Block(self.inner) for _ in range(NUM_BLOCKS)]
         if self.experts:
-            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS // 2)]
+            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS)]
         each = len(blocks) // number
         every = [
             Stage(blocks[each * stage : each * (stage + 1)], first=stage == 0, last=stage == number - 1)

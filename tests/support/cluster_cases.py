@@ -8,7 +8,7 @@ from lowtide.cluster.layer import Place
 from lowtide.cluster.layout import Batch, Layout
 from lowtide.cluster.search import Question
 from lowtide.cluster.shape import DENSE, MOE, Experts, ModelShape
-from lowtide.config.parallel import ParallelConfig
+from lowtide.config.run import ParallelConfig
 from lowtide.core.fate import Fate
 from lowtide.timeline.cluster import load_cluster
 from lowtide.timeline.hardware import load_hardware

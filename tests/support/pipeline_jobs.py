@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import io
@@ -19,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 
 import lowtide
 from lowtide.errors import ConfigError, PipelineError
+from lowtide.pipeline import attach
 from lowtide.pipeline.exchange import all_to_all
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
@@ -504,6 +507,57 @@ def fully_sharded(rank: int, names: list[str]) -> list[str]:
             first += len(stage.layers)
         pipeline.close()
     return different
+
+
+class Plain(nn.Module):
+    """A layer of one tensor, as torch's own stages take it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + linear(torch.tanh(linear(self.norm(x), self.up.weight, self.up.bias)), self.down.weight)
+
+
+def sharded_under_torch(rank: int) -> dict[tuple[bool, bool], list[str]]:
+    """Parameters whose gradient is not the mean of two processes, in torch's ScheduleZBVZeroBubble on two pipelines of
+    two ranks, whose stages FSDP2 shards. By (whether lowtide is attached, `reshard_after_forward`)."""
+    num_micro_batches = 6
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    which, place = rank % 2, rank // 2
+    mesh = DeviceMesh.from_group([dist.new_group(pair) for pair in ([0, 1], [2, 3])][place], "cpu")
+    torch.manual_seed(0)
+    layers = [nn.Sequential(Plain(), Plain()) for _ in range(4)]
+    batches = [(torch.randn(2 * num_micro_batches, 8), torch.randn(2 * num_micro_batches, 8)) for _ in range(2)]
+    gradients = []
+    for inputs, targets in batches:
+        truth = copy.deepcopy(layers)
+        for x, y in zip(inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches), strict=True):
+            nn.functional.mse_loss(nn.Sequential(*truth)(x), y).backward()
+        gradients.append([[p.grad for p in layer.parameters()] for layer in truth])
+    own, (inputs, targets), found = (0, 3) if place == 0 else (1, 2), batches[which], {}
+    for is_attached, reshards in itertools.product((False, True), (False, True)):
+        stages = []
+        for number in own:
+            stage = copy.deepcopy(layers[number])
+            for layer in stage:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+            fully_shard(stage, mesh=mesh, reshard_after_forward=reshards)
+            stages.append(PipelineStage(stage, number, 4, torch.device("cpu"), group=pipelines[which]))
+        schedule = ScheduleZBVZeroBubble(stages, num_micro_batches, loss_fn=nn.functional.mse_loss)
+        attached = attach(schedule, tied=()) if is_attached else None
+        schedule.step(*((inputs,) if place == 0 else ()), target=targets if place == 0 else None)
+        found[is_attached, reshards] = [
+            f"{number}: {name}"
+            for number, stage in zip(own, stages, strict=True)
+            for (name, parameter), *both in zip(stage.submod.named_parameters(), *(g[number] for g in gradients))
+            if parameter.grad is None
+            or not same_bits(parameter.grad.full_tensor(), (both[0] + both[1]) / 2 / num_micro_batches)
+        ]
+        if attached is not None:
+            attached.remove()
+    return found
 
 
 class Experts(nn.Module):

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lowtide.core.recipe import Geometry
 from lowtide.profiling.producer_names import op_name
 from lowtide.recipes.build import Target
-from lowtide.recipes.graph import Call, Storage, Value
+from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.view import Shape
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -31,7 +32,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 class Recording:
     """What one forward pass did."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[OpCall] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     bits: dict[str, Tensor] = field(default_factory=dict)
     """Bytes of each node when it was saved, by name."""
@@ -60,7 +61,7 @@ class _Mode(TorchDispatchMode):
                 self.recording.tensors[name] = tensor
                 self.add(tensor, name, kind)
 
-    def add(self, tensor: Tensor, name: str, kind: str, producer: Call | None = None) -> Storage:
+    def add(self, tensor: Tensor, name: str, kind: str, producer: OpCall | None = None) -> Storage:
         self.held.append(tensor.detach())
         storage = tensor.untyped_storage()
         note = Storage(len(self.storages), storage.nbytes(), tensor.dtype, name, kind, producer)
@@ -91,9 +92,9 @@ class _Mode(TorchDispatchMode):
         out = func(*args, **kwargs)
         seconds = time.perf_counter() - start
         name = self.name(op_name(func.overloadpacket.__name__))
-        call = Call(
+        call = OpCall(
             len(self.recording.calls), func, noted_args, noted_kwargs, (), name, seconds,
-            _is_random(func, args, kwargs), func.namespace in _COLLECTIVES,
+            func.namespace in _COLLECTIVES,
         )  # fmt: skip
         self.recording.calls.append(call)
         written = [
@@ -118,7 +119,7 @@ class _Mode(TorchDispatchMode):
         self.held.append(out)
         return out
 
-    def _add_made(self, tensor: Tensor, name: str, call: Call) -> None:
+    def _add_made(self, tensor: Tensor, name: str, call: OpCall) -> None:
         sources = [leaf.storage for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Value)]
         storage = self.add(tensor, name, "made", call)
         is_cast = op_name(call.func.overloadpacket.__name__) == "to"
@@ -151,9 +152,9 @@ class _Mode(TorchDispatchMode):
         nodes += [(*entry, True) for index, entry in self.caught.items() if index not in self.saved]
         for saved, _, value, bits, is_retained_input in sorted(nodes, key=lambda node: (node[0], node[4], node[1])):
             storage = value.storage
-            look = {"size": value.size, "stride": value.stride, "offset": value.offset, "dtype": value.dtype}
+            shape = Shape(value.size, value.stride, value.offset, value.dtype)
             target = Target(
-                storage=storage, version=value.version, saved=saved, is_retained_input=is_retained_input, **look
+                storage=storage, version=value.version, saved=saved, is_retained_input=is_retained_input, shape=shape
             )
             self.recording.targets.append(target)
             self.recording.bits[storage.name] = bits
@@ -162,15 +163,6 @@ class _Mode(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _is_random(func: Any, args: tuple, kwargs: dict) -> bool:
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    given = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    if any(arg.name == "dropout_p" for arg in func._schema.arguments):
-        return given.get("dropout_p", 0.0) > 0
-    return True
 
 
 def record(

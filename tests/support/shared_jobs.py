@@ -3,6 +3,7 @@ ranks that disagree with each other."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lowtide.errors import ConfigError, PipelineError
+import lowtide
+from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline import Pipeline, WeightGradients, find_ties, fit_stages, linear
 from lowtide.pipeline.cut_model import cut, loss_of
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import layers_of_stages
+from lowtide.tensors.ranks import ALONE
 from tests.pipeline.test_cut_model import CONFIGS
-from tests.support.zoo import same_bits
+from tests.support.virtual_engine import virtual
+from tests.support.zoo import mixed, same_bits
 
 M, WIDTH, CLASSES = 6, 12, 7
 
@@ -31,7 +35,8 @@ class Truth:
     """One process: micro-batches in order, the uses of each stage added up apart, their sums last, one division."""
 
     def __init__(self, stages: Sequence[nn.Module], loss: Callable[[Any, Any], Tensor]) -> None:
-        self.ties = find_ties(stages)
+        own = [dict(stage.named_parameters()) for stage in stages]
+        self.ties = [tie for tie in find_ties(stages) if tie[0].name in own[tie[0].stage]]
         self.stages = [copy.deepcopy(stage) for stage in stages]
         self.loss = copy.deepcopy(loss)
         own = [*self.stages, self.loss] if isinstance(self.loss, nn.Module) else self.stages
@@ -58,7 +63,7 @@ class Truth:
             later += others
         every = [p for group in self.optimizer.param_groups for p in group["params"]]
         for parameter in every:
-            parameter.grad.div_(M)
+            parameter.grad.div_(len(inputs))
         norm = torch.nn.utils.get_total_norm([p.grad for p in every if not any(p is each for each in later)])
         return losses, norm
 
@@ -76,11 +81,14 @@ def compared(
     batches: list[Any],
     *,
     split: bool = False,
+    fate: str = "keep",
     **more: Any,
 ) -> list[str]:
-    """What differs from one process in losses, norms, gradients and weights of three steps with clipping."""
+    """What differs from one process in losses, norms, gradients and weights of some steps with clipping. `fate`: of all
+    that stages save: keep, recompute, swap, or what a budget near the least asks for."""
     truth = Truth(stages, loss)
-    schedule = make_schedule(name, num_ranks=dist.get_world_size(), num_micro_batches=M)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    schedule = make_schedule(name, num_ranks=num_ranks, num_micro_batches=len(batches[0][0]))
     own = {stage: stages[stage] for stage in schedule.stages_of(rank)}
     has_loss = len(stages) - 1 in own
     trained = nn.ModuleList([*own.values(), *([loss] if has_loss and isinstance(loss, nn.Module) else [])])
@@ -90,10 +98,15 @@ def compared(
         schedule, own, loss=loss if has_loss else None, optimizer=optimizer, weight_gradients=weights, **more
     )
     different = []
+    given = [(inputs if 0 in own else None, targets if has_loss else None) for inputs, targets in batches]
+    tides, plans = _under(fate, rank, pipeline, given[0], optimizer)
     for number, (inputs, targets) in enumerate(batches):
         wanted, wanted_norm = truth.step(inputs, targets)
         optimizer.zero_grad()
-        losses = pipeline.step(inputs if 0 in own else None, targets if has_loss else None)
+        with contextlib.nullcontext() if plans is None else plans.audit() as live:
+            losses = pipeline.step(*given[number])
+        if plans is not None and not live.peak_bytes <= plans.found.peak_bytes <= plans.budget_bytes:
+            different.append(f"peak of step {number}: {live.peak_bytes}, {plans.found.peak_bytes} promised")
         if has_loss:
             different += [f"loss of step {number}" for pair in zip(losses, wanted, strict=True) if not same_bits(*pair)]
         norm = pipeline.gradient_norm()
@@ -110,7 +123,29 @@ def compared(
                 optimizer.step()
                 truth.update(wanted_norm)
     pipeline.close()
+    done = {fate: sum(getattr(tide.stats, f"{fate}_bytes") for tide in tides) for fate in ("recomputed", "swapped")}
+    different += [f"nothing is {wanted}" for wanted, nbytes in done.items() if wanted.startswith(fate) and not nbytes]
+    for handle in tides if plans is None else (plans,):
+        handle.remove()
     return different
+
+
+def _under(
+    fate: str, rank: int, pipeline: Pipeline, given: Any, optimizer: torch.optim.Optimizer
+) -> tuple[list[Any], Any]:
+    """The tides of all stages, and the plans that they are of, if they are of a budget."""
+    engine: Any = virtual(rank)
+    if fate in ("recompute", "swap"):
+        rules = mixed(recompute="all") if fate == "recompute" else mixed(swap=["*"])
+        return [lowtide.apply(s, rules, engine=engine, group=ALONE) for s in pipeline.stages.values()], None
+    if fate == "keep":
+        return [], None
+    how: Any = {"optimizer": optimizer, "engine": engine}
+    with pytest.raises(BudgetError) as caught:
+        fit_stages(pipeline, *given, memory={"budget": 1 << 10, "min_bytes": 0}, **how)
+    budget = caught.value.floor_bytes * 21 // 20
+    plans = fit_stages(pipeline, *given, memory={"budget": budget, "min_bytes": 0}, **how)
+    return list(plans.tides.values()), plans
 
 
 # -- models that are cut -------------------------------------------------------------------------------------------
@@ -191,6 +226,40 @@ def shared(rank: int, how: str) -> tuple[str, list[str]]:
         Pipeline(schedule, own, loss=_plain_loss if 3 in own else None)
     batches = [_batch(step) for step in range(3)]
     return str(caught.value), compared(rank, stages, _plain_loss, "interleaved", batches, tied=find_ties(stages))
+
+
+class Total(nn.Module):
+    """A buffer that its forward adds to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.detach().sum()
+        return x * self.scale
+
+
+def shared_buffers(rank: int) -> list[str]:
+    """What each rank is told of a buffer that two stages have and write; one that they read is no fault."""
+    told = []
+    for name, both in (("1f1b", (0, 1)), ("dualpipev", (0, 3))):
+        torch.manual_seed(0)
+        schedule, total = make_schedule(name, num_ranks=2, num_micro_batches=M), Total()
+        stages = [
+            nn.Sequential(Block(), total) if number in both else nn.Sequential(Block())
+            for number in range(schedule.num_stages)
+        ]
+        own = {stage: stages[stage] for stage in schedule.stages_of(rank)}
+        has_loss = schedule.num_stages - 1 in own
+        pipeline = Pipeline(schedule, own, loss=_plain_loss if has_loss else None, tied=find_ties(stages))
+        inputs, targets = _batch(0)
+        with pytest.raises((ConfigError, PipelineError)) as caught:
+            pipeline.step(inputs if 0 in own else None, targets if has_loss else None)
+        told.append(str(caught.value))
+        pipeline.close()
+    return told
 
 
 # -- losses and inputs ---------------------------------------------------------------------------------------------

@@ -156,6 +156,15 @@ def test_the_running_backward() -> None:
     assert private.current_graph_task_id() == -1
 
 
+def test_the_group_of_backward_passes_that_is_open() -> None:
+    kind = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+    assert private.current_graph_group() is None
+    if kind is not None:
+        with kind() as group:
+            assert private.current_graph_group() is group
+        assert private.current_graph_group() is None
+
+
 def test_a_nested_backward_has_a_number_of_its_own() -> None:
     tasks = []
 
@@ -473,6 +482,20 @@ def test_the_order_of_attention_backends() -> None:
     finally:
         private.set_attention_order(before)
     assert private.get_attention_order() == before
+
+
+def test_precisions_are_those_that_are_public() -> None:
+    libraries = {"cuda": (torch.backends.cudnn, torch.backends.cuda.matmul), "mkldnn": (torch.backends.mkldnn,) * 2}
+    for name, (library, owner) in libraries.items():
+        kinds = {"matmul": getattr(owner, "matmul", owner), "conv": library.conv, "rnn": library.rnn}
+        for kind, holder in kinds.items():
+            before = holder.fp32_precision
+            try:
+                for value in ("ieee", "tf32"):
+                    holder.fp32_precision = value
+                    assert private.fp32_precision(name, kind) == value == holder.fp32_precision
+            finally:
+                holder.fp32_precision = before
 
 
 def test_forward_mode_is_seen() -> None:
@@ -828,38 +851,26 @@ def test_torchs_runtime_carries_out_rows_that_it_is_given() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_a_function_for_pairs_of_torchs_schedules_needs() -> None:
+def test_what_runs_a_schedule_of_torchs_in_another_way_reads() -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
-    from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).sum()
 
     stages = [PipelineStage(nn.Linear(2, 2), number, 2, torch.device("cpu")) for number in range(2)]
-    schedule = ScheduleDualPipeV(stages, 3, loss_fn=lambda output, target: (output - target).sum())
+    schedule = ScheduleDualPipeV(stages, 3, loss_fn=loss)
     assert private.schedule_stages(schedule) == stages
     assert private.schedule_micro_batches(schedule) == 3
-    losses: list[Tensor] = []
-    seen: list[Any] = []
-
-    def forward(action: Any, context: Any) -> None:
-        number, micro_batch = action.stage_index, action.microbatch_index
-        private.await_unshard(schedule, stages[number])
-        output = stages[number].forward_one_chunk(micro_batch, context.arg_mbs[micro_batch], {})
-        private.make_stage_loss(schedule, stages[number], output, context.target_mbs, micro_batch)
-        if number == 0:
-            stages[1].set_local_fwd_input(output, micro_batch)
-        else:
-            seen.append(private.stage_loss(schedule, stages[1], micro_batch))
-            assert private.stage_loss(schedule, stages[0], micro_batch) is None
-
-    schedule.register_custom_function(FORWARD, forward)
-    schedule.register_custom_function(FULL_BACKWARD, lambda action, context: None)
-    for unused in ("BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B", "REDUCE_GRAD"):
-        kind = getattr(torch.distributed.pipelining.schedules, unused)
-        schedule.register_custom_function(
-            kind, lambda action, context: [forward(part, context) for part in (action.sub_actions or ())[:1]]
-        )
-    schedule.step(torch.ones(3, 2), target=torch.zeros(3, 2), losses=losses)
-    assert len(seen) == 3
-    assert all(one is other for one, other in zip(seen, losses, strict=True))
+    assert private.schedule_loss(schedule) is loss
+    given: list[Any] = []
+    before = private.replace_step(schedule, lambda *args, **kwargs: given.append((args, kwargs)))
+    schedule.step(torch.ones(3, 2), target=torch.zeros(3, 2), losses=[], return_outputs=False)
+    ((arguments, keywords),) = given
+    assert [len(each) for each in arguments[:3]] == [3, 3, 3]
+    assert (arguments[3:], keywords) == (([], False), {"loss_kwargs": None})
+    private.restore_step(schedule)
+    private.restore_step(schedule)
+    assert schedule._step_microbatches == before
 
 
 @pytest.mark.usefixtures("alone")

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.config.source import MOST_DIGITS, Node, join_path, read_yaml, too_many_digits
+from lowtide.config.source import MOST_DIGITS, RawValue, join_path, read_yaml, too_many_digits
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema.aliases import family_of
 from lowtide.mindformers.schema.grid import Grid, make_grid
@@ -111,7 +111,7 @@ class Sections:
         )
 
 
-def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sections:
+def read_sections(path: str | os.PathLike[str], root: RawValue | None = None) -> Sections:
     """The sections of a file, unresolved; `root` is its tree where it has been read already."""
     name = os.fspath(path)
     root = read_yaml(path) if root is None else root
@@ -161,12 +161,12 @@ def read_sections(path: str | os.PathLike[str], root: Node | None = None) -> Sec
     )
 
 
-def has_sections(root: Node) -> bool:
+def has_sections(root: RawValue) -> bool:
     """Does the file have one of the two sections, or one of the newer schema?"""
     return any(entry.key in SECTIONS or is_newer(entry.key, _below_keys(entry.node)) for entry in root.entries)
 
 
-def _below_keys(node: Node) -> dict[str, None] | None:
+def _below_keys(node: RawValue) -> dict[str, None] | None:
     return dict.fromkeys(entry.key for entry in node.entries) if node.kind == "mapping" else None
 
 
@@ -220,7 +220,7 @@ def _below(values: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _values(node: Node, path: str, places: dict[str, str]) -> Any:
+def _values(node: RawValue, path: str, places: dict[str, str]) -> Any:
     """Python values by the rules of YAML 1.1; the place of each goes to `places` under its dotted key."""
     if path:
         places.setdefault(path, node.place)
@@ -237,7 +237,7 @@ def _values(node: Node, path: str, places: dict[str, str]) -> Any:
     return _scalar(node)
 
 
-def _scalar(node: Node) -> Any:
+def _scalar(node: RawValue) -> Any:
     text = node.value
     if node.is_null:
         return None

@@ -1,6 +1,6 @@
 """Put the layers back that a trace skipped: their operators, storages, nodes and recipes are copies of a neighbour's.
 
-What: in a run of equal layers F M s s ... s L, only F, M and L ran (repeated_layers.py). Each `s` gets a copy of M's
+What: in a run of equal layers F M s s ... s L, only F, M and L ran (fake_model.py). Each `s` gets a copy of M's
 forward operators where it would have run, and of M's backward operators where its backward would have. An index of M is
 read as a distance from the start of the layer that it lies in: M itself, the next layer (M's output is saved and freed
 there), or the one before (gradients flow there); the copy gets the same distance in its own neighbours. What lies
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lowtide.core.recipe import Recipe
-from lowtide.profiling.fake.repeated_layers import CannotSkipError, Run
-from lowtide.profiling.step_record import Node, Span, Trace
+from lowtide.profiling.fake.fake_model import CannotSkipError, Run
+from lowtide.profiling.step_record import Columns, NodeRecord, Span, Trace
 from lowtide.recipes.graph import Storage
 
 
@@ -28,11 +28,13 @@ class Expanded:
     """A trace with its nodes and their recipes (by storage index)."""
 
     trace: Trace
-    nodes: list[Node]
+    nodes: list[NodeRecord]
     recipes: dict[int, Recipe | str]
 
 
-def expand(trace: Trace, nodes: list[Node], recipes: Mapping[int, Recipe | str], runs: tuple[Run, ...]) -> Expanded:
+def expand(
+    trace: Trace, nodes: list[NodeRecord], recipes: Mapping[int, Recipe | str], runs: tuple[Run, ...]
+) -> Expanded:
     """The trace as it would be if the skipped layers of `runs` had run. Raises CannotSkipError if that is not clear."""
     state = Expanded(trace, list(nodes), dict(recipes))
     for run in runs:
@@ -101,7 +103,7 @@ class _Expansion:
             inserts += [(span.first_op, length), (back, back_length)]
             sequences.append((span.first_sequence, self.num_sequences))
         self.shift, self.sequences = _Shift(inserts), _Shift(sequences)
-        start_sequence = trace.start_sequence
+        start_sequence = trace.ops.start_sequence
         self.relative = _Shift([(point - start_sequence, length) for point, length in sequences])
         self.copies = self._copies(points, length, back_length)
 
@@ -109,8 +111,8 @@ class _Expansion:
         trace = self.trace
         mine = [
             index
-            for index in range(trace.num_forward_ops, len(trace.op_names))
-            if span.first_sequence <= trace.op_sequences[index] < span.end_sequence
+            for index in range(trace.ops.num_forward, len(trace.ops.names))
+            if span.first_sequence <= trace.ops.sequences[index] < span.end_sequence
         ]
         if not mine or mine[-1] - mine[0] + 1 != len(mine):
             raise CannotSkipError
@@ -119,8 +121,8 @@ class _Expansion:
     def _back_point(self, sequence: int) -> int:
         """The first backward operator of anything that ran before `sequence` in forward."""
         trace = self.trace
-        for index in range(trace.num_forward_ops, len(trace.op_names)):
-            if 0 <= trace.op_sequences[index] < sequence:
+        for index in range(trace.ops.num_forward, len(trace.ops.names)):
+            if 0 <= trace.ops.sequences[index] < sequence:
                 return index
         raise CannotSkipError
 
@@ -159,7 +161,7 @@ class _Expansion:
         model, first, last = self.model, self.first, self.last
         absolute = self.shift.end if is_end else self.shift.op
         late = 1 if is_end else 0
-        num_ops = len(self.trace.op_names)
+        num_ops = len(self.trace.ops.names)
 
         def read(index: int) -> int:
             if index < model.first + late or index == num_ops:
@@ -202,11 +204,14 @@ class _Expansion:
         where = [replaced, *cloned]
         return Expanded(
             Trace(
-                calls=[],
-                op_names=self._column(trace.op_names, renamed=True),
-                op_seconds=self._column(trace.op_seconds),
-                op_sequences=self._sequence_column(),
-                num_forward_ops=self.shift.op(trace.num_forward_ops - 1) + 1,
+                ops=Columns(
+                    calls=[],
+                    names=self._column(trace.ops.names, renamed=True),
+                    seconds=self._column(trace.ops.seconds),
+                    sequences=self._sequence_column(),
+                    num_forward=self.shift.op(trace.ops.num_forward - 1) + 1,
+                    start_sequence=trace.ops.start_sequence,
+                ),
                 storages=storages,
                 off_device={table[i].index for table in where for i in trace.off_device if i in table},
                 nodes=[],
@@ -216,7 +221,6 @@ class _Expansion:
                 gradients={table[i].index for table in where for i in trace.gradients if i in table},
                 hidden=[table[s.index] for table in where for s in trace.hidden if s.index in table],
                 spans=self._spans(own),
-                start_sequence=trace.start_sequence,
             ),
             sorted(nodes, key=lambda node: (node.saved, node.storage.index)),
             recipes,
@@ -281,18 +285,18 @@ class _Expansion:
 
     def _sequence_column(self) -> list[int]:
         trace, model = self.trace, self.model
-        moved = [number if number < 0 else self.sequences.op(number) for number in trace.op_sequences]
+        moved = [number if number < 0 else self.sequences.op(number) for number in trace.ops.sequences]
         column = self._column(moved)
         for copy in self.copies:
             for offset in range(model.back_end - model.back):
-                old = trace.op_sequences[model.back + offset]
+                old = trace.ops.sequences[model.back + offset]
                 column[copy.back + offset] = copy.sequence + old - model.sequence
         return column
 
     def _nodes(
         self, own: list[_Place], replaced: dict[int, Storage], cloned: list[dict[int, Storage]]
-    ) -> tuple[list[Node], dict[int, Recipe | str]]:
-        nodes: list[Node] = []
+    ) -> tuple[list[NodeRecord], dict[int, Recipe | str]]:
+        nodes: list[NodeRecord] = []
         recipes: dict[int, Recipe | str] = {}
         for node in self.old.nodes:
             recipe = self.old.recipes.get(node.storage.index, "unknown producer")
@@ -310,7 +314,7 @@ class _Expansion:
                 recipes[storage.index] = self._of_copy(recipe, places)
         return nodes, recipes
 
-    def _moved_node(self, node: Node, storage: Storage) -> Node:
+    def _moved_node(self, node: NodeRecord, storage: Storage) -> NodeRecord:
         model, last = self.model, self.last
         reads = [self.shift.op(index) for index in node.reads]
         in_model = [index for index in node.reads if model.back <= index < model.back_end]
@@ -327,7 +331,7 @@ class _Expansion:
             last_sequence=self.relative.op(node.last_sequence),
         )
 
-    def _copied_node(self, node: Node, storage: Storage, places: list[_Place]) -> Node:
+    def _copied_node(self, node: NodeRecord, storage: Storage, places: list[_Place]) -> NodeRecord:
         read = self._index(places, is_end=False)
         gone = self._index(places, is_end=True)
         retained_input = node.retained_input
@@ -347,7 +351,7 @@ class _Expansion:
 
     def _sequence(self, number: int, places: list[_Place]) -> int:
         """A sequence number relative to the forward's start, near M, as it is near the copy."""
-        start = self.trace.start_sequence
+        start = self.trace.ops.start_sequence
         absolute = number + start
         # Numbers are those after a save: the operator's own is one less.
         for old, new in ((self.last, places[2]), (self.model, places[1])):

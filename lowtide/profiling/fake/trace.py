@@ -3,28 +3,19 @@
 What: the same observation as profiling/observe_step.py under fake tensors: shapes, strides and storages are real, bytes
 are not there. Lifetimes and bytes are exact; times are a roofline's, for a device that need not be here. The model may
 be real (its parameters are lent fake ones for the time of the trace), on the meta device, or described by a config.
+Of layers that are equal only three are traced and the rest copied (fake_model.py, expand_layers.py): a model of 671 B
+parameters takes seconds.
 
-Of layers that are equal only three are traced and the rest copied (repeated_layers.py, expand_layers.py): a model of
-671 B parameters takes seconds.
-
-Differences from a real run that the trace bridges: attention that the host would not fuse (below), and
-expert loops that look at values, which transformers can replace by grouped products.
+`fused_attention` gives attention as an accelerator would run it. On the host, torch falls back to plain products and a
+softmax when the head dimensions of keys and values differ (multi-head latent attention: 192 and 128) or when attention
+drops out. An accelerator has fused kernels for both, which save queries, keys, values, output and one number a row; a
+trace of the fallback would overstate them by gigabytes. So such calls of `scaled_dot_product_attention` go to an
+operator of our own that has shapes and no kernel. Attention that the model writes out itself (`eager`) stays: that is
+what an accelerator would run, too.
 
 Cost: about 0.3 ms an operator that is traced. Not covered: control flow that depends on data (an error that says
 where), sharded parameters, and fake accelerator tensors: a build of torch without that device aborts the process on
 them, so everything is traced as if on the host.
-
-Fused attention as an accelerator would run it, for steps that are traced without one.
-
-Why: on the host, torch falls back to plain products and a softmax when the head dimensions of keys and values differ
-(multi-head latent attention: 192 and 128) or when attention drops out. An accelerator has fused kernels for both, which
-save queries, keys, values, output and one number a row; a trace of the fallback would overstate them by gigabytes.
-
-What: inside `fused_attention()`, such calls of `scaled_dot_product_attention` go to an operator of our own that has
-shapes and no kernel: a planning operator, for fake tensors only.
-
-Cost: a torch function mode, 1 us a call. Not covered: attention that the model writes out itself (`eager`): that is
-what an accelerator would run, too.
 """
 
 from __future__ import annotations
@@ -33,44 +24,47 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowtide.core.codec import Codec
 from lowtide.core.profile import Profile
+from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.mlp import mlp_rows_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
-from lowtide.profiling.ends import Ends
 from lowtide.profiling.fake.expand_layers import Expanded, expand
 from lowtide.profiling.fake.fake_model import (
+    CannotSkipError,
+    Run,
     fake_of,
     fakes_alive,
     fakes_left,
+    find_runs,
     grouped_experts,
     has_value,
     is_control,
     is_fake,
     lend,
     mode_of,
+    skipping,
     without_numbers,
 )
-from lowtide.profiling.fake.repeated_layers import CannotSkipError, Run, find_runs, skipping
-from lowtide.profiling.fake.roofline import fused_seconds, op_seconds
+from lowtide.profiling.fake.roofline import op_seconds
 from lowtide.profiling.layers import find_layers
-from lowtide.profiling.observe_step import apart, input_bytes, record_step, untouched, wants_accumulation
+from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
+from lowtide.profiling.saved_tensors import FakeStash
 from lowtide.profiling.smaller import traced_codec
-from lowtide.profiling.stash import FakeStash
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_recorder import StepRecorder
-from lowtide.recipes.graph import Call
+from lowtide.profiling.untouched import Ends, apart, untouched
+from lowtide.recipes.graph import OpCall
 from lowtide.tensors.private import (
     FAKE_TENSOR_MODULE,
     DataDependentOutputException,
@@ -84,6 +78,8 @@ from lowtide.tensors.private import (
     unset_fake_temporarily,
 )
 from lowtide.timeline.hardware import Hardware
+
+_ATTENTION, _ATTENTION_BACKWARD = "lowtide::planning_attention", "lowtide::planning_attention_backward"
 
 
 def fused_attention() -> contextlib.AbstractContextManager:
@@ -121,47 +117,27 @@ class _Fused(TorchFunctionMode):
 def _operator() -> Any:
     """Registered on first use: who never plans never sees it."""
 
-    @torch.library.custom_op("lowtide::planning_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-    def attend(  # noqa: PLR0917
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("a planning operator has shapes, not values")
+    inputs = "Tensor query, Tensor key, Tensor value"
+    setting = "Tensor? attn_mask, float dropout_p, bool is_causal"
+    torch.library.define(
+        _ATTENTION,
+        f"({inputs}, {setting}) -> (Tensor output, Tensor logsumexp)",
+        tags=(torch.Tag.nondeterministic_seeded,),
+    )
+    torch.library.define(
+        _ATTENTION_BACKWARD,
+        f"(Tensor grad, {inputs}, Tensor output, Tensor logsumexp, {setting}) -> (Tensor, Tensor, Tensor)",
+    )
 
-    @attend.register_fake
-    def _(  # noqa: PLR0917
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    @torch.library.register_fake(_ATTENTION)
+    def _(query: Tensor, key: Tensor, value: Tensor, *setting: Any) -> tuple[Tensor, Tensor]:
         batch, heads, tokens, _ = query.shape
         # Kernels write one row of all heads after the other: what follows needs no copy.
         output = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)
         return output, query.new_empty((batch, heads, tokens), dtype=torch.float32)
 
-    @torch.library.custom_op("lowtide::planning_attention_backward", mutates_args=())
-    def attend_backward(  # noqa: PLR0917
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError("a planning operator has shapes, not values")
-
-    @attend_backward.register_fake
-    def _(  # noqa: PLR0917
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    @torch.library.register_fake(_ATTENTION_BACKWARD)
+    def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
     def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -170,14 +146,16 @@ def _operator() -> Any:
 
     def backward(ctx: Any, grad: Tensor, grad_logsumexp: Tensor | None) -> tuple:
         query, key, value, output, logsumexp, mask = ctx.saved_tensors
-        grads = attend_backward(grad, query, key, value, output, logsumexp, mask, ctx.dropout_p, ctx.is_causal)
+        operator = torch.ops.lowtide.planning_attention_backward
+        grads = operator(grad, query, key, value, output, logsumexp, mask, ctx.dropout_p, ctx.is_causal)
         return (*grads, None, None, None)
 
-    attend.register_autograd(backward, setup_context=setup)
-    return attend
+    torch.library.register_autograd(_ATTENTION, backward, setup_context=setup)
+    return torch.ops.lowtide.planning_attention
 
 
-Compiled = Literal["nothing", "layers", "all"]
+Price = Callable[[Sequence[OpCall], Sequence[str], Hardware], list[float]]
+"""Seconds of each of these operators, in a model with these layers, on a device."""
 
 _LOOKS_AT_VALUES = (
     DataDependentOutputException,
@@ -198,14 +176,13 @@ def trace(
     needs_scalar: bool = True,
     fused_attention: bool | None = None,
     skips_equal_layers: bool = True,
-    compiled: Compiled = "nothing",
+    price: Price | None = None,
 ) -> Profile:
     """The profile of one forward and backward of `model` on `batch`, timed by the roofline of `hardware`.
 
     `batch`, `loss` and `needs_scalar` are those of `observe`; only shapes and dtypes matter. `fused_attention` says
-    whether the device fuses attention that the host would not; None: every device but the host does. `compiled`: the
-    element-wise operators of what is compiled (each layer by itself, or all) take the time of fused kernels; what is
-    saved is that of the eager step.
+    whether the device fuses attention that the host would not; None: every device but the host does. `price` gives the
+    times of operators in the place of the roofline of each.
 
     Raises ConfigError for what `observe` raises it for, and for a model whose control flow depends on data.
     """
@@ -219,7 +196,7 @@ def trace(
     # Of a model that was built so; else there are none.
     own = {id(each) for each in fakes_alive(mode)} if any(map(is_fake, model.parameters())) else set()
     while True:
-        setting = _Setting(mode, hardware, names, needs_scalar, is_fused, runs, accumulates, compiled)
+        setting = _Setting(mode, hardware, names, needs_scalar, is_fused, runs, accumulates, price)
         try:
             expanded, shapes = apart(_trace, model=model, batch=batch, loss=loss, setting=setting)
             break
@@ -266,10 +243,10 @@ class _Roofline:
     real, so that a model may look at them, and takes the branch that it would take.
     """
 
-    def __init__(self, hardware: Hardware, layers: tuple[str, ...], compiled: Compiled) -> None:
+    def __init__(self, hardware: Hardware, layers: tuple[str, ...], price: Price | None) -> None:
         self._hardware = hardware
         self._layers = layers
-        self._compiled = compiled
+        self._price = price
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, None]:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -284,13 +261,13 @@ class _Roofline:
                 return func(*args, **kwargs), None
         return out, None
 
-    def seconds(self, mark: None, call: Call) -> Call:
+    def seconds(self, mark: None, call: OpCall) -> OpCall:
         return call
 
-    def settle(self, column: list[Call]) -> list[float]:
-        if self._compiled == "nothing":
-            return [op_seconds(call, self._hardware) for call in column]
-        return fused_seconds(column, self._layers, self._hardware, outside=self._compiled == "all")
+    def settle(self, column: list[OpCall]) -> list[float]:
+        if self._price is not None:
+            return self._price(column, self._layers, self._hardware)
+        return [op_seconds(call, self._hardware) for call in column]
 
 
 def _grouped_product(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -314,14 +291,14 @@ class _Setting:
     is_fused: bool
     runs: tuple[Run, ...]
     accumulates: bool
-    compiled: Compiled
+    price: Price | None
 
 
 def _trace(
     model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, setting: _Setting
 ) -> tuple[Expanded, str]:
     mode = setting.mode
-    clock = _Roofline(setting.hardware, setting.layers, setting.compiled)
+    clock = _Roofline(setting.hardware, setting.layers, setting.price)
 
     def codec_of(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None) -> Codec | None:
         return traced_codec(storage.nbytes(), dtype, setting.hardware, limit)
@@ -329,7 +306,7 @@ def _trace(
     recorder = StepRecorder(
         device=torch.device("cpu"), clock=clock, stash=FakeStash(), layers=setting.layers, codec_of=codec_of
     )
-    recorder.skipped = frozenset(name for run in setting.runs for name in run.skipped)
+    recorder.watch.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:
         before = stack.enter_context(untouched(model, (batch, loss), torch.device("cpu")))
         ends = Ends(before, lambda tensor: fake_of(tensor.detach(), mode))
@@ -359,7 +336,7 @@ def _trace(
                 raise _depends_on_data(recorder, error.__cause__) from error
             raise
     nodes, recipes = with_recipes(recorded)
-    return expand(recorded, nodes, recipes.alone, setting.runs), recorder.batch
+    return expand(recorded, nodes, recipes.alone, setting.runs), recorder.watch.batch
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 Read from top to bottom, this is the life of a plan:
 
-1. *A forward pass comes* (`prepare`). Its key is the shapes of the inputs, and the state of the model (model_state.py).
+1. *A forward pass comes* (`prepare`). Its key is the shapes of the inputs, and the state of the model (model_state.py);
+   where the pass before saved others than planned, that is another state.
    A plan that was made for that key, or for one that covers it, is in the table (session/shapes.py); else the step is
    observed and planned for. A plan serves smaller shapes too: when the first smaller batch comes, it is made again
    without recipes that hold for one shape only. An observed step runs the model's collectives once more; where only
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError, RecomputeRefusedError
@@ -49,12 +51,14 @@ from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
-from lowtide.tensors.ranks import any_rank
+from lowtide.tensors.ranks import any_rank, has_company
 from lowtide.units import format_bytes
 
 NUM_REVIEWS = 2
 """So many planned steps are compared with their prediction."""
 _TIGHTER = 0.9
+_MOST_UNSEEN = 4
+"""So often a step is observed because others were saved, and nobody knows why."""
 CHANGED = "the model changed: "
 """How the event of a plan for another state of the model begins."""
 ACCUMULATES = "gradients stay"
@@ -81,6 +85,12 @@ class Autopilot:
         """Of the model that is planned for."""
         self.watch = StepWatch(tides.engine, tides.model)
         self._passes = OpenPasses()
+        self._holds_more = False
+        """Plans are made for a step whose first forward passes hold more than later ones will."""
+        self._misfits_before = (False, 0)
+        """Whether the forward pass that is under way is not the first under its plan, and what was there before it."""
+        self._has_diverged = False
+        """The last forward pass saved others than those before it."""
         self._foreign_bytes: int | None = None
         """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
         self._stepping = SteppingOptimizers(tides.model) if tides.placed.optimizer is None else None
@@ -113,6 +123,7 @@ class Autopilot:
     # -- a forward pass comes --------------------------------------------------------------------------------------
 
     def prepare(self, args: tuple, kwargs: dict) -> None:
+        self._note_divergence()
         model = self.model_state.look()
         self._note_loop()
         self._replan_for_all()
@@ -122,7 +133,7 @@ class Autopilot:
             not self.table or self.planner.consensus.may_observe(self._moment(f"shape {bucket.shapes}"))
         ):
             self._observe(bucket, args, kwargs)
-            self.watch.begin_pass()
+            self._begin_pass()
             return
         if key is None:
             key = self.table.largest_for(bucket, ", and the guard keeps the limit")
@@ -131,14 +142,35 @@ class Autopilot:
         if key != self.key:
             self._use(key)
         self.watch.was_smaller |= key != bucket
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
         self.watch.begin_pass()
+        tide = self._tides.tide
+        self._misfits_before = (False, 0) if tide is None else (tide.has_run, tide.num_misfits)
+
+    def _note_divergence(self) -> None:
+        """What was saved differs from what the same plan saw before, and nothing that is compared has changed: the
+        model reads something else, which is a state of its own. A few times; then it is how the model is."""
+        tide, has_diverged = self._tides.tide, self._has_diverged
+        self._has_diverged = False
+        if not has_diverged or tide is None or self.model_state.num_unseen >= _MOST_UNSEEN:
+            return
+        failed, refused, _ = what_failed(tide, self.planner.facts)
+        if not (failed or refused or has_company(self.planner.group)):
+            self.model_state.num_unseen += 1
 
     def _replan_for_all(self) -> None:
         """What a step has shown about all plans."""
         num_open = self._passes.num_open
         self._passes.most = max(self._passes.most, num_open + 1)
-        if num_open == 0 and self._passes.most > self.planner.facts.num_passes:
-            self.with_passes()
+        if num_open == 0:
+            self._passes.forget()
+        if num_open >= self.planner.facts.num_passes:
+            # As many again may come. Where that does not fit, this one more.
+            self.with_passes(1 << num_open.bit_length(), num_open + 1)
+        elif num_open == 0 and (self._holds_more or self._passes.most != self.planner.facts.num_passes):
+            self.with_passes(self._passes.most)
         # Between two forward passes of one step there may be gradients of the step, and they stay no longer than it.
         has_several = self.planner.facts.num_passes > 1
         is_new = not self.planner.facts.has_gradients and (not has_several or num_open == 0)
@@ -224,12 +256,18 @@ class Autopilot:
         self.table.add(buckets[-1], shape)
         self._use(buckets[-1], why=why, start=start)
         if self.planner.needs_more_room(shape):
-            self.with_passes()
+            self.with_passes(self.planner.facts.num_passes)
 
     def follow(self, output: Any, tide: Tide) -> None:
         with self._tides.lock:
             self.model_state.leave_out_moved()
-            self._passes.add(output)
+            self._passes.add(output, tide)
+            if self.shape is not None:
+                has_run, before = self._misfits_before
+                num = tide.num_misfits - before
+                usual = self.shape.misfits
+                self._has_diverged |= num > usual.get(has_run, usual.get(False, num))
+                usual[has_run] = num
         self.watch.follow(output, tide, is_compared=self.is_compared)
 
     def _decide(self, what: str) -> bool:
@@ -251,6 +289,7 @@ class Autopilot:
 
         def equip(tide: Tide) -> None:
             self.planner.set_limit(tide, shape)
+            tide.stand_beside(lambda: self._passes.bytes_beside(tide))
 
         try:
             shape.tide = self._tides.use(shape.plan, shape.tide, equip=equip)
@@ -317,7 +356,7 @@ class Autopilot:
             return
         peak_bytes = None if self._tides.engine.device_peak_bytes() is None else self.watch.highest_bytes
         line = self.watch.first_line(predicted, peak_bytes=peak_bytes, counted_bytes=stats.peak_device_bytes)
-        self._tides.say(line)
+        LOG.info(line)
 
     def _correction(self, shape: ShapePlan, stats: Stats) -> Correction | None:
         """What this step says was wrong; None where it was as predicted."""
@@ -401,11 +440,26 @@ class Autopilot:
         self.planner.know(has_gradients=True)
         self._replan_all(ACCUMULATES, before)
 
-    def with_passes(self) -> None:
-        """A step has so many forward passes before a backward pass: each leaves room for what the others hold."""
+    def with_passes(self, *numbers: int) -> None:
+        """A step has so many forward passes before a backward pass: each leaves room for what the others hold.
+
+        Of several `numbers` the first for which plans fit is taken, else the last. In the first such step this comes
+        as soon as a forward pass begins while another one is open. The open ones were planned to be alone: they spill
+        what is more than their share, and where that is not enough the rest of the step has so much less.
+        """
         before = self.planner.facts
-        self.planner.know(num_passes=self._passes.most)
+        for number in dict.fromkeys(numbers):
+            self.planner.know(num_passes=number)
+            if self.planner.make_room(self.table, self._passes.output_bytes):
+                break
         self._replan_all(SEVERAL_PASSES, before)
+
+    def _spill_open_passes(self, shapes: list[ShapePlan], plans: list[Plan]) -> int:
+        """Bring them down to what they would hold under these plans. Returns how much more they hold all the same."""
+        pairs = zip(shapes, plans, strict=True)
+        return self._passes.spill(
+            max((self.planner.own_bytes(plan, shape.profile) for shape, plan in pairs), default=0)
+        )
 
     def with_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """They step the model's parameters, and none was given: their state is counted from now on."""
@@ -425,13 +479,19 @@ class Autopilot:
         again where no plan will do, so that the next forward pass is refused as well."""
         start = time.perf_counter()
         shapes = list(self.table)
-        if self.shape is not None:
+        is_open = self._passes.num_open > 0
+        if self.shape is not None and not is_open:
             self.shape.num_reviews += 1  # its plan changes without a comparison
         try:
             is_joint = bool(shapes) and self._decide(why)
-            if shapes and self.planner.facts.num_passes > 1:
+            if self.planner.facts.num_passes > 1 and why != SEVERAL_PASSES:
                 self.planner.make_room(shapes, self._passes.output_bytes)
             plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
+            more_bytes = self._spill_open_passes(shapes, plans) if is_open else 0
+            self._holds_more = more_bytes > 0
+            if self._holds_more:
+                self.planner.know(beside_bytes=self.planner.facts.beside_bytes + more_bytes)
+                plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
         except BudgetError:
             self.planner.facts = before
             raise
@@ -454,10 +514,10 @@ class Autopilot:
         self.planner.know(unsteady=unsteady, refused=layers)
         if failed:
             name, why = next(iter(failed.items()))
-            self._tides.say(f"lowtide: {len(failed)} recipes do not hold in every step: '{name}' {why}")
+            LOG.info("lowtide: %d recipes do not hold in every step: '%s' %s", len(failed), name, why)
         if refused:
             why = next(iter(refused.values()))
-            self._tides.say(f"lowtide: {len(refused)} layers cannot be run again: {why}")
+            LOG.info("lowtide: %d layers cannot be run again: %s", len(refused), why)
         is_joint = self._decide(f"{UNSTEADY} {len(unsteady)} {len(layers)}")
         try:
             plan = self.planner.again(shape, is_joint=is_joint)
@@ -506,6 +566,7 @@ class Autopilot:
 
     def close(self) -> None:
         self._stop_looking()
+        self._passes.forget()
         for shape in self.table:
             shape.retire()
         self.planner.close()

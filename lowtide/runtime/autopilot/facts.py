@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class Facts:
     """What is known beside the profiles, for all shapes."""
 
     link: Link | None = None
-    """As it was measured, and corrected since; None where nobody needs it, and before the first step."""
+    """As it was measured, and corrected since; None before the first step."""
     has_gradients: bool = False
     """Forward passes find gradients (micro-batches accumulate)."""
     unsteady: frozenset[str] = frozenset()
@@ -55,8 +56,8 @@ class Facts:
         if self.optimizer is not None:
             names = [field.name for field in dataclasses.fields(state) if field.name.startswith("optimizer")]
             state = dataclasses.replace(state, **{name: getattr(self.optimizer, name) for name in names})
-        others = state.others + self.beside_bytes
-        return dataclasses.replace(profile, state=dataclasses.replace(state, others=others))
+        foreign_bytes = state.others + self.beside_bytes
+        return dataclasses.replace(profile, state=dataclasses.replace(state, others=foreign_bytes))
 
 
 class OpenPasses:
@@ -69,15 +70,34 @@ class OpenPasses:
         """That were open at the same time."""
         self.output_bytes = 0
         """The most that a forward pass has given to the loop."""
+        self._beside: set[Tide] = set()
+        """Whose plans were taken off while forward passes under them were open."""
 
     @property
     def num_open(self) -> int:
         return sum(each.is_open for each in self._passes)
 
-    def add(self, output: Any) -> None:
-        """A planned forward pass gave `output`: it is open until its backward pass begins."""
+    def spill(self, share_bytes: int) -> int:
+        """Bring each open forward pass down to so much, since other plans come for the rest of the step. Returns how
+        many bytes more they hold all the same."""
+        own = Counter(tide for each in self._passes if each.is_open and (tide := each.tide()) is not None)
+        for tide, num_passes in own.items():
+            tide.hold_at_most(share_bytes * num_passes)
+        self._beside |= own.keys()
+        return sum(tide.live_bytes for tide in own) - share_bytes * own.total()
+
+    def bytes_beside(self, in_force: Tide) -> int:
+        """What open forward passes hold under other plans than that of `in_force`."""
+        return sum(tide.live_bytes for tide in self._beside if tide is not in_force)
+
+    def forget(self) -> None:
+        """None is open."""
+        self._beside.clear()
+
+    def add(self, output: Any, tide: Tide) -> None:
+        """A planned forward pass under `tide` gave `output`: it is open until its backward pass begins."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        own = _Pass()
+        own = _Pass(tide)
         for leaf in leaves:
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(own.begin_backward)
@@ -89,9 +109,10 @@ class OpenPasses:
 class _Pass:
     """A forward pass. Alive as long as its graph is, which has hooks that belong to it."""
 
-    __slots__ = ("__weakref__", "is_open")
+    __slots__ = ("__weakref__", "is_open", "tide")
 
-    def __init__(self) -> None:
+    def __init__(self, tide: Tide) -> None:
+        self.tide = weakref.ref(tide)
         self.is_open = True
 
     def begin_backward(self, gradients: Any) -> None:

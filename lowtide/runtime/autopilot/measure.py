@@ -6,7 +6,7 @@ prediction, and give the one correction that it asks for, in words and in number
 - *The peak.* An allocator has one counter of its peak for the whole process, which anybody may reset at any time, and
   which remembers what happened before a plan was in force. It is read where a planned step is at its largest or has
   just been (at the end of the forward pass, at the end of the backward pass, before the next one begins), and the
-  maximum is kept. Where somebody else reset the counter the true peak may be higher; it is never taken for a reason to
+  maximum is kept. Where other code reset the counter the true peak may be higher; it is never taken for a reason to
   use more. Devices without such a counter (the host) have no peak here.
 - *The loop.* What the loop does between the model's forward and its backward (a loss of its own) is apart: these bytes
   are there at that moment of a step only, so another plan, with its largest moment elsewhere, has them there too.
@@ -18,10 +18,10 @@ prediction, and give the one correction that it asks for, in words and in number
   weights is warned about: plans do not count them that long.
 
 Cost: of the first two steps of a plan, three reads of a counter and some hooks; of a model that gives no single number
-two resets of the counter and another hook; nothing after that. Not covered: somebody who resets the counter between the
-forward and the backward pass, and after an optimizer's step that needs more than both; what the loop does between two
-forward passes that come before a backward pass (it counts as any other excess); the time of the optimizer's step; fewer
-stalls or bytes than predicted.
+two resets of the counter and another hook; nothing after that. Not covered: other code that resets the counter between
+the forward and the backward pass, and after an optimizer's step that needs more than both; what the loop does between
+two forward passes that come before a backward pass (it counts as any other excess); the time of the optimizer's step;
+fewer stalls or bytes than predicted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ import torch
 from torch import nn
 
 from lowtide.core.decisions import Prediction
-from lowtide.core.plan_table import percent
 from lowtide.core.profile import Profile
+from lowtide.core.text_table import percent
 from lowtide.engines.base import Engine, Event
 from lowtide.profiling.observe_call import loss_or_all
 from lowtide.runtime.saved.stats import Stats
@@ -202,19 +202,21 @@ class StepWatch:
         """What the first step needed and took. `peak_bytes`: the allocator's; None where there is none, and
         `counted_bytes` is what lowtide itself counted."""
         self.is_first_told = True
-        said = format_bytes(predicted.peak_bytes)
+        planned = format_bytes(predicted.peak_bytes)
         if peak_bytes is not None:
-            parts = [f"peak {format_bytes(peak_bytes)}, predicted {said} ({_off(peak_bytes, predicted.peak_bytes)})"]
+            phrases = [
+                f"peak {format_bytes(peak_bytes)}, predicted {planned} ({_off(peak_bytes, predicted.peak_bytes)})"
+            ]
         else:
             counted = format_bytes(counted_bytes)
-            parts = [f"predicted peak {said}; {counted} counted without temporaries (tide.audit() counts all)"]
+            phrases = [f"predicted peak {planned}; {counted} counted without temporaries (tide.audit() counts all)"]
         start, end = self._first_marks or (None, None)
         seconds = None if start is None or end is None else self._engine.seconds_between(start, end)
         if seconds is not None:
             off = _off(seconds, predicted.pass_seconds)
             taken, expected = format_seconds(seconds), format_seconds(predicted.pass_seconds)
-            parts.append(f"forward and backward {taken}, predicted {expected} ({off})")
-        return f"lowtide: step 1: {'; '.join(parts)}"
+            phrases.append(f"forward and backward {taken}, predicted {expected} ({off})")
+        return f"lowtide: step 1: {'; '.join(phrases)}"
 
 
 def _first_with_graph(output: Any) -> torch.Tensor | None:

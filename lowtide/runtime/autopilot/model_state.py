@@ -3,18 +3,19 @@
 What: `ModelState.look` reads flat lists that were made once (submodules, parameters, hooks, settings) and gives the
 number of the state that it finds: the same number for an equal state. A state is
 
-- which submodules there are. Where they are others, all lists are made anew, and no older state comes back;
+- which submodules there are. Where that changes, all lists are made anew, and no older state comes back;
 - of each parameter, whether it is trained, and its dtype;
 - the code of forward and backward hooks of modules. A hook that is put on anew for each step is the same hook;
 - settings: what modules have under a public name that is a flag, a number, a word or a frozen set of them (`training`,
   `p`), and the fields of their `config`;
-- the switches of scaled dot product attention (`torch.nn.attention.sdpa_kernel`).
+- the switches of scaled dot product attention (`torch.nn.attention.sdpa_kernel`);
+- how often a step has saved other tensors than planned with all of this as it was (autopilot.py counts).
 
 Why numbers may be left out: a counter that the forward pass moves is no reason for another plan, nor is a number that
 the loop moves where an observed step has shown that it changes nothing (`ignore`).
 Cost: some tens of microseconds for a model of a hundred modules, twice a forward pass.
-Not covered: what a model reads elsewhere (lists, dictionaries, closures, globals); the wrappers of `torch.distributed`,
-whose own settings move all the time.
+Not covered: what a model reads elsewhere (lists, dictionaries, closures, globals), before a step has shown it; the
+wrappers of `torch.distributed`, whose own settings move all the time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.num_structures = 0
-        """How often submodules were others than before."""
+        """How often submodules were added, replaced or removed."""
+        self.num_unseen = 0
+        """How often steps have shown another state, in something that is not compared."""
         self.why = ""
         """In which way the last state is another one than that before it, in words."""
         self._num_states = 0
@@ -120,16 +123,16 @@ class ModelState:
     def _found(self) -> tuple[Any, ...]:
         parameters = chain.from_iterable(map(dict.values, self._parameters))
         trained = [(p.requires_grad, p.dtype) for p in parameters if p is not None]
-        hooks = [(number, *codes) for number, found in enumerate(self._hooks) if found and (codes := _codes(found))]
-        return self.num_structures, trained, hooks, self._settings(), _attention()
+        hooks = [(number, *codes) for number, own in enumerate(self._hooks) if own and (codes := _codes(own))]
+        return self.num_structures, trained, hooks, self._settings(), _attention(), self.num_unseen
 
     def _settings(self) -> list[Any]:
         return list(map(dict.get, self._owners, self._names))
 
     def _note(self) -> int:
-        """The number of the state that was just found; a new one if it is new."""
-        structures, trained, hooks, settings, attention = self._now
-        key = (structures, tuple(trained), tuple(hooks), tuple(map(_plain, settings)), attention)
+        """The number of the state that was just read; a new one if it is new."""
+        structures, trained, hooks, settings, *others = self._now
+        key = (structures, tuple(trained), tuple(hooks), tuple(map(_plain, settings)), *others)
         if key not in self._number_of:
             self._num_states += 1
             self._number_of[key] = self._num_states
@@ -144,11 +147,11 @@ class ModelState:
         self._ignored |= {(id(self._owners[i]), self._names[i]) for i in left_out}
         stays = [i for i in range(len(self._names)) if i not in left_out]
         self._owners, self._names = [self._owners[i] for i in stays], [self._names[i] for i in stays]
-        structures, trained, hooks, settings, attention = self._now
-        self._now = (structures, trained, hooks, [settings[i] for i in stays], attention)
+        structures, trained, hooks, settings, *others = self._now
+        self._now = (structures, trained, hooks, [settings[i] for i in stays], *others)
         self._number_of.clear()
         self._settings_of = {n: [old[i] for i in stays] for n, old in self._settings_of.items()}
-        key = (structures, tuple(trained), tuple(hooks), tuple(self._now[3]), attention)
+        key = (structures, tuple(trained), tuple(hooks), tuple(self._now[3]), *others)
         self._number_of[key] = self._number
 
     def _difference(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
@@ -160,6 +163,8 @@ class ModelState:
             return "other hooks"
         if now[4] != before[4]:
             return "another attention backend"
+        if now[5] != before[5]:
+            return "it saves other tensors than before"
         pairs = zip(self._names, before[3], now[3], strict=True)
         return next(f"{name} is {new}, not {old}" for name, old, new in pairs if old != new)
 
@@ -174,16 +179,16 @@ def _plain(value: Any) -> Any:
 def _codes(hooks: dict[int, Any]) -> list[Any]:
     """Of hooks, the same for one that is made anew by the same code. lowtide's own (an audit's) are none."""
     inner = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks.values()]
-    others = [hook for hook in inner if not str(getattr(hook, "__module__", "")).startswith("lowtide.")]
-    return [getattr(getattr(hook, "__func__", hook), "__code__", type(hook)) for hook in others]
+    foreign = [hook for hook in inner if not str(getattr(hook, "__module__", "")).startswith("lowtide.")]
+    return [getattr(getattr(hook, "__func__", hook), "__code__", type(hook)) for hook in foreign]
 
 
 def _attention() -> tuple[bool, ...]:
     """Which kernels scaled dot product attention may use. The switches are the process's, whatever the device."""
-    found = torch.backends.cuda
+    switches = torch.backends.cuda
     return (
-        found.flash_sdp_enabled(),
-        found.mem_efficient_sdp_enabled(),
-        found.math_sdp_enabled(),
-        found.cudnn_sdp_enabled(),
+        switches.flash_sdp_enabled(),
+        switches.mem_efficient_sdp_enabled(),
+        switches.math_sdp_enabled(),
+        switches.cudnn_sdp_enabled(),
     )

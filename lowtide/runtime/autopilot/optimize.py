@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.config.memory import plan_from_rules
+from lowtide.core.log import LOG
 from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.device_memory import memory_of_model
-from lowtide.errors import ConfigError, check_function
+from lowtide.errors import ConfigError
 from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.autopilot.plan_model import merged_config
@@ -36,7 +36,6 @@ def optimize(
     optimizer: torch.optim.Optimizer | None = None,
     engine: EngineChoice = None,
     group: Any = None,
-    say: Callable[[str], None] | None = None,
     strict: bool | None = None,
 ) -> Tides:
     """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
@@ -53,7 +52,6 @@ def optimize(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.optimize: expected a torch.nn.Module, not {type(model).__name__}")
     check_group(group, "lowtide.optimize")
-    check_function("lowtide.optimize", "say", say)
     wanted = merged_config(memory, budget)
     optimizer = optimizer_of(optimizer, "lowtide.optimize")
     if patched_module(model) is not None:
@@ -62,23 +60,23 @@ def optimize(
     refuse_foreign(model, optimizer, "lowtide.optimize")
     settled = wanted.settled(lambda: memory_of_model(model, optimizer))
     config = settled.config
-    if settled.line and say is not None:
-        say(f"lowtide: {settled.line}")
+    if settled.line:
+        LOG.info("lowtide: %s", settled.line)
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
     placed = PlacedState(optimizer, chosen, "lowtide.optimize")
     placed.check(bare.optimizer)
     if config.optimizer == "auto" and (optimizer is None or (refusal := placed.why_not())):
-        if optimizer is not None and say is not None:
-            say(f"lowtide: the optimizer's state stays on the device: {refusal}")
+        if optimizer is not None:
+            LOG.info("lowtide: the optimizer's state stays on the device: %s", refusal)
         config = dataclasses.replace(config, optimizer="keep")
     room = None if (config.strict if strict is None else strict) else functools.partial(_room, model, optimizer)
 
     def autopilot(tides: Tides) -> Autopilot:
-        return Autopilot(tides, Planner(model, config, chosen, group, preset=settled.preset, room=room, say=tides.say))
+        return Autopilot(tides, Planner(model, config, chosen, group, preset=settled.preset, room=room))
 
-    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group, "say": say}
+    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group}
     return Tides(model, optimizer, chosen, autopilot, call="lowtide.optimize", **how)
 
 

@@ -21,10 +21,10 @@ from lowtide.core.profile import Profile
 from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import ConfigError, check_function
 from lowtide.loss.attach import sliced_where
+from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_settled
-from lowtide.planner.ways_out import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.profiling.fake.trace import trace
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of

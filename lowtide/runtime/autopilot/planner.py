@@ -25,6 +25,7 @@ from torch import nn
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.budget import Preset
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
@@ -62,9 +63,8 @@ class Planner:
         *,
         preset: Preset | None = None,
         room: Callable[[], int] | None = None,
-        say: Callable[[str], None],
     ) -> None:
-        """`config` has its budget in bytes. `preset`: what to plan for within it; `say` hears what that comes to.
+        """`config` has its budget in bytes. `preset`: what to plan for within it.
         `room`: the bytes that the device has, for plans above the budget. Absent: the budget is strict."""
         assert isinstance(config.budget, int)
         self.config = config
@@ -77,12 +77,13 @@ class Planner:
         self._engine = engine
         self._preset = preset
         self._room = room
-        self._say = say
         self._told = ""
         """The last line about the preset."""
         self._most_over_bytes = 0
         """By which a warning has said that a plan is above the budget."""
         self._loss = attach_where(model, **config.slices_loss)
+        self._last: tuple[Profile, Facts, Profile] | None = None
+        """What was planned for last, and what is known of it: the solver remembers a step by its profile."""
 
     def know(self, **facts: Any) -> None:
         """More is known, or other, of these fields of `Facts`."""
@@ -106,7 +107,7 @@ class Planner:
         place = str(self.config.disk_path or "")
         link = measure_link(self._engine, device, place=place, cache=cache_path())
         rates = [format_bytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second)]
-        self._say(f"lowtide: link: {rates[0]}/s out, {rates[1]}/s in; this machine's are kept in {cache_path()}")
+        LOG.info("lowtide: link: %s/s out, %s/s in; this machine's are kept in %s", *rates, cache_path())
         self.know(link=link)
 
     # -- one plan --------------------------------------------------------------------------------------------------
@@ -121,7 +122,9 @@ class Planner:
         assert facts.link is not None
         has_gradients = facts.has_gradients or facts.num_passes > 1
         how = {"link": facts.link, "budget_bytes": budget_bytes, "has_gradients": has_gradients}
-        steady = _steady(facts.known_to(profile), facts)
+        if self._last is None or self._last[0] is not profile or self._last[1] != facts:
+            self._last = (profile, facts, _steady(facts.known_to(profile), facts))
+        steady = self._last[2]
 
         def make(**limits: Any) -> Plan:
             return self._plan(steady, costs=HOST_COSTS, **{**how, **limits})
@@ -130,7 +133,7 @@ class Planner:
             return make()
         plan, line = plan_preset(self._preset, budget_bytes, make)
         if line != self._told:
-            self._say(f"lowtide: {line}")
+            LOG.info("lowtide: %s", line)
         self._told = line
         return plan
 
@@ -197,19 +200,22 @@ class Planner:
 
     # -- several forward passes before a backward pass ---------------------------------------------------------------
 
-    def make_room(self, shapes: Iterable[ShapePlan], output_bytes: int) -> None:
+    def make_room(self, shapes: Iterable[ShapePlan], output_bytes: int) -> bool:
         """Find out what the other forward passes of a step hold: the least for which that is true of the plans that
-        are made with so much less. `output_bytes`: what a forward pass gives to the loop."""
+        are made with so much less. `output_bytes`: what a forward pass gives to the loop. Returns whether plans fit."""
         shapes = list(shapes)
-        others = self.facts.num_passes - 1
+        if not shapes:
+            return True
+        num_others = self.facts.num_passes - 1
+        self.know(beside_bytes=0)
 
         def plans(beside_bytes: int) -> list[Plan]:
-            """With so much room for the others; the smallest, where nothing fits."""
-            self.know(beside_bytes=beside_bytes)
+            """With so much room for the others; the smallest, where nothing fits. For a smaller budget of one step,
+            of which the solver knows the floor then."""
             made = []
             for shape in shapes:
                 try:
-                    made.append(self.make(shape.profile, self.budget_for(shape)))
+                    made.append(self.make(shape.profile, self.budget_for(shape) - beside_bytes))
                 except BudgetError as refusal:
                     made.append(self._smallest(shape.profile, refusal.with_traceback(None)))
             return made
@@ -217,29 +223,30 @@ class Planner:
         def held_bytes(beside_bytes: int) -> int:
             """By the others, under plans with so much room for them."""
             pairs = zip(plans(beside_bytes), shapes, strict=True)
-            held = max(self._own_bytes(plan, shape.profile) for plan, shape in pairs)
+            held = max(self.own_bytes(plan, shape.profile) for plan, shape in pairs)
             # Where one backward pass adds to older gradients, its own are apart until the last of them is known.
             gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
-            return others * (held + output_bytes) + gradients
+            return num_others * (held + output_bytes) + gradients
 
         floors = [plan.predicted.floor_bytes for plan in plans(0) if plan.predicted is not None]
         most = max(0, self.budget_bytes - max(shape.unforeseen_bytes for shape in shapes) - max(floors))
         least = held_bytes(most)
         if least > most:  # nothing fits; so much is held under the smallest plans
             self.know(beside_bytes=least)
-            return
+            return False
         low, high = 0, min(most, max(least, held_bytes(0)))
         for _ in range(_NUM_HALVINGS):
             middle = (low + high) // 2
             low, high = (low, middle) if held_bytes(middle) <= middle else (middle, high)
         self.know(beside_bytes=high)
+        return True
 
     def needs_more_room(self, shape: ShapePlan) -> bool:
         """Whether plans leave less than a forward pass of these shapes holds, where a step has several."""
-        others = self.facts.num_passes - 1
-        return others > 0 and others * self._own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
+        num_others = self.facts.num_passes - 1
+        return num_others > 0 and num_others * self.own_bytes(shape.plan, shape.profile) > self.facts.beside_bytes
 
-    def _own_bytes(self, plan: Plan, profile: Profile) -> int:
+    def own_bytes(self, plan: Plan, profile: Profile) -> int:
         """What a forward pass holds of its own when it is over."""
         assert plan.predicted is not None
         there = state_bytes(self.facts.known_to(profile), has_gradients=True)

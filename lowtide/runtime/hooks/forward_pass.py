@@ -43,7 +43,7 @@ from lowtide.runtime.recompute.recipe_sources import Made, OffloadedSource, Reco
 from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.wrapped import Wrapped
 from lowtide.tensors.compiled import never_compiled, without
-from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, part_of, storage_key_set
+from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, storage_key_set
 from lowtide.tensors.private import (
     DisableTorchDispatch,
     disable_current_modes,
@@ -52,7 +52,7 @@ from lowtide.tensors.private import (
     top_saved_tensors_hooks,
     version_of,
 )
-from lowtide.tensors.view import View
+from lowtide.tensors.view import View, part_of
 from lowtide.tensors.wrappers import arrived, is_desugared
 
 _MAX_RELEARNED = 3

@@ -45,12 +45,12 @@ from lowtide.errors import TierFull
 from lowtide.runtime.offload.prefetch import Prefetch, Window
 from lowtide.runtime.offload.site import Copy, HeldForBackward, OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
-from lowtide.tensors.kinds import Part
 from lowtide.tensors.private import (
     current_graph_task_id,
     queue_callback,
     storage_key,
 )
+from lowtide.tensors.view import Shape
 
 _POLL_SECONDS = 1e-4
 
@@ -96,7 +96,7 @@ class OffloadScheduler:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def find(self, storage: torch.UntypedStorage, version: int, part: Part | None) -> OffloadedStorage | None:
+    def find(self, storage: torch.UntypedStorage, version: int, part: Shape | None) -> OffloadedStorage | None:
         """The site of a live storage at this version of this part, or None.
 
         An address alone is not enough: it may be reused. Nor is a version, since parts of a storage may have version
@@ -109,7 +109,12 @@ class OffloadScheduler:
         return site
 
     def enroll(
-        self, queue: PrefetchQueue, storage: torch.UntypedStorage, version: int, distance: int | None, part: Part | None
+        self,
+        queue: PrefetchQueue,
+        storage: torch.UntypedStorage,
+        version: int,
+        distance: int | None,
+        part: Shape | None,
     ) -> OffloadedStorage:
         """Make a site of a live storage. It stays on the device until `start_offload`."""
         with self.lock:

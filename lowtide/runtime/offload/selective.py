@@ -40,7 +40,7 @@ from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
-from lowtide.tensors.kinds import is_plain, part_of, written_arguments
+from lowtide.tensors.kinds import is_plain, written_arguments
 from lowtide.tensors.private import (
     OpOverload,
     TorchDispatchMode,
@@ -54,7 +54,7 @@ from lowtide.tensors.private import (
     version_of,
 )
 from lowtide.tensors.random_state import RandomState
-from lowtide.tensors.view import Shape, may_overlap, version_alias
+from lowtide.tensors.view import Shape, may_overlap, part_of, version_alias
 from lowtide.units import MIB
 
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -170,17 +170,17 @@ class SelectiveOffload:
         return tensor.untyped_storage().nbytes() >= least
 
 
-class _Witness:
+class _Version:
     """Whether a tensor was written to since: its version counter, and the version then."""
 
-    __slots__ = ("counter", "version")
+    __slots__ = ("alias", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.counter = version_alias(tensor) if is_plain(tensor) else tensor.detach()
+        self.alias = version_alias(tensor) if is_plain(tensor) else tensor.detach()
         self.version = version_of(tensor)
 
     def check(self, op: Any) -> None:
-        if version_of(self.counter) != self.version:
+        if version_of(self.alias) != self.version:
             raise RuntimeError(
                 f"lowtide: an output of {op}, which the policy of selective checkpointing holds, was written to in "
                 "place after that; let the policy recompute it, or write to a copy"
@@ -190,11 +190,11 @@ class _Witness:
 class _Held:
     """An output that stays on the device: an alias, so that no graph owns itself."""
 
-    __slots__ = ("__weakref__", "share", "tensor", "witness")
+    __slots__ = ("__weakref__", "saved_at", "share", "tensor")
 
-    def __init__(self, alias: torch.Tensor, witness: _Witness) -> None:
+    def __init__(self, alias: torch.Tensor, saved_at: _Version) -> None:
         self.tensor = alias
-        self.witness = witness
+        self.saved_at = saved_at
         self.share: object = None
 
     def open(self) -> torch.Tensor:
@@ -204,12 +204,12 @@ class _Held:
 class _Sent:
     """An output that is elsewhere."""
 
-    __slots__ = ("shape", "site", "witness")
+    __slots__ = ("saved_at", "shape", "site")
 
-    def __init__(self, site: OffloadedStorage, shape: Shape, witness: _Witness) -> None:
+    def __init__(self, site: OffloadedStorage, shape: Shape, saved_at: _Version) -> None:
         self.site = site
         self.shape = shape
-        self.witness = witness
+        self.saved_at = saved_at
 
     def open(self) -> torch.Tensor:
         return self.shape.over(self.site.read())
@@ -234,7 +234,7 @@ class _Output:
         leaves = []
         for leaf in self.leaves:
             if isinstance(leaf, _Held | _Sent):
-                leaf.witness.check(op)
+                leaf.saved_at.check(op)
                 leaves.append(leaf.open())
             else:
                 leaves.append(leaf)
@@ -255,9 +255,9 @@ class _Region:
     def __init__(self, offload: SelectiveOffload) -> None:
         self.offload = offload
         self.outputs: dict[Any, list[Any]] = {}
-        self.places: dict[int, list[tuple[StorageWeakRef, Shape, _Witness, Any, int]]] = {}
+        self.places: dict[int, list[tuple[StorageWeakRef, Shape, _Version, Any, int]]] = {}
         """By storage: which part of it is held, and as the output of which operator, by number."""
-        self.overwritten: list[tuple[_Witness, Any, int]] = []
+        self.overwritten: list[tuple[_Version, Any, int]] = []
         """Those that the last operator wrote to."""
         self.numbers: dict[Any, int] = {}
         self.queue: PrefetchQueue | None = None
@@ -291,7 +291,7 @@ class _Region:
             for leaf, given in zip(held.leaves, tree_leaves(output), strict=True):
                 if isinstance(leaf, _Held | _Sent) and is_plain(given):
                     storage = given.untyped_storage()
-                    place = (StorageWeakRef(storage), Shape.of(given), leaf.witness, op, len(outputs))
+                    place = (StorageWeakRef(storage), Shape.of(given), leaf.saved_at, op, len(outputs))
                     self.places.setdefault(storage_key(storage), []).append(place)
         outputs.append(held)
         return output
@@ -308,8 +308,8 @@ class _Region:
     def _forget_overwritten(self) -> None:
         """What was written to is not held, if no counter of its own tells of it: chunks of the gates of a recurrent
         cell have one each. Its operator is run again."""
-        for witness, maker, number in self.overwritten:
-            if version_of(witness.counter) == witness.version:
+        for saved, maker, number in self.overwritten:
+            if version_of(saved.alias) == saved.version:
                 self.outputs[maker][number] = _AGAIN
         self.overwritten.clear()
 
@@ -330,27 +330,27 @@ class _Region:
         offload = self.offload
         if not is_plain(tensor):
             with sharing_versions():
-                return _Held(tensor.detach(), _Witness(tensor))
+                return _Held(tensor.detach(), _Version(tensor))
         storage = tensor.untyped_storage()
         # A view counts writes with its base, but only once this operator has returned.
         owner = owners.get(storage_key(storage))
         with sharing_versions():
-            witness = _Witness(tensor if owner is None else owner)
+            saved_at = _Version(tensor if owner is None else owner)
             alias = tensor.detach()
         if isinstance(owner, nn.Parameter) or not offload.is_movable(tensor, said):
-            held = _Held(alias, witness)
+            held = _Held(alias, saved_at)
             if owner is None:
                 offload.counters.kept_bytes += storage.nbytes()
                 held.share = offload.ledger.hold(held, storage.nbytes())
             return held
         part = part_of(tensor if owner is None else owner)
-        site = offload.scheduler.find(storage, witness.version, part)
+        site = offload.scheduler.find(storage, saved_at.version, part)
         if site is None:
             assert self.queue is not None
-            site = offload.scheduler.enroll(self.queue, storage, witness.version, None, part)
+            site = offload.scheduler.enroll(self.queue, storage, saved_at.version, None, part)
             offload.scheduler.start_offload(site, None)
         site.num_readers += 1
-        return _Sent(site, Shape.of(tensor), witness)
+        return _Sent(site, Shape.of(tensor), saved_at)
 
     # -- backward --------------------------------------------------------------------------------------------------
 

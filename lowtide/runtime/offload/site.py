@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.engines.base import Engine, Event, Slot
 from lowtide.runtime.saved.stats import Ledger
 from lowtide.tensors.compiled import never_compiled
-from lowtide.tensors.kinds import Part
 from lowtide.tensors.private import storage_at, storage_key
+from lowtide.tensors.view import Shape
 
 
 class Carrier(Protocol):
@@ -143,7 +143,7 @@ class OffloadedStorage:
         version: int,
         distance: int | None,
         *,
-        part: Part | None = None,
+        part: Shape | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.queue = queue

@@ -37,9 +37,8 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.handle import Kept
 from lowtide.runtime.saved.stats import Counters, Ledger
-from lowtide.tensors.kinds import part_of
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import View
+from lowtide.tensors.view import View, part_of
 from lowtide.units import format_bytes
 
 
@@ -132,15 +131,7 @@ class Spillable(Kept):
 
     def let_go(self) -> None:
         """Drop the tensor. From now on it is read from the group's site."""
-        view = View(self.tensor)
-        # The view must describe the saved tensor, not the alias that was held in its place.
-        view.version, view.producer, view.output_nr, view.is_view = (
-            self.version,
-            self.producer,
-            self.output_nr,
-            self.is_view,
-        )
-        self.view = view
+        self.view = View(self.tensor, self.version, self.origin)
         del self.tensor
 
     def open(self) -> torch.Tensor:
@@ -169,6 +160,8 @@ class Guard:
         slack_bytes: int | None = None,
     ) -> None:
         """`slack_bytes`: so much of what the plan drops may stay before its peak passes the budget. None: unknown."""
+        self.beside_bytes: Callable[[], int] = int
+        """What forward passes hold whose backward pass is still to come, and that ran under other plans."""
         self.limit_bytes = limit_bytes
         self._slack_bytes = slack_bytes
         self._unplanned_bytes = 0
@@ -239,13 +232,22 @@ class Guard:
     def check(self, device: torch.device | None = None) -> None:
         """Spill until live bytes are below the mark. `device`: on an accelerator, its allocator's number counts."""
         self._pay()
-        live_bytes = self._model_bytes + self._ledger.now_bytes
+        live_bytes = self._model_bytes + self.beside_bytes() + self._ledger.now_bytes
         if device is not None and device.type != "cpu":
             live_bytes = self._scheduler.engine.device_bytes() or live_bytes
         if live_bytes <= self._high_bytes:
             return
         with self._scheduler.lock, disable_current_modes():
-            self._spill(live_bytes - self._high_bytes)
+            if not self._spill(live_bytes - self._high_bytes, next_sequence_number()):
+                self._counters.num_over_limit += 1
+
+    def hold_at_most(self, nbytes: int) -> None:
+        """Between two forward passes: spill until the activations of those that are over hold no more than this."""
+        with self._scheduler.lock, disable_current_modes():
+            self._scheduler.settle()
+            excess_bytes = self._ledger.now_bytes - nbytes
+            if excess_bytes > 0:
+                self._spill(excess_bytes, -1)
 
     def end(self) -> None:
         """The forward pass came to its end. Warns where more stayed that the plan drops than the budget has room for,
@@ -288,9 +290,9 @@ class Guard:
             if paid_bytes:
                 self._scheduler.retire(max(0, self._scheduler.leaving_bytes - paid_bytes))
 
-    def _spill(self, excess_bytes: int) -> None:
+    def _spill(self, excess_bytes: int, sequence: int) -> bool:
+        """Whether so much could be spilled. `sequence`: of the operator that is running now."""
         # Copies that are running will free some bytes: spill only what is missing beyond those, then wait for them.
-        sequence = next_sequence_number()
         missing_bytes = excess_bytes - self._scheduler.leaving_bytes
         while missing_bytes > 0 and self._candidates:
             group = self._candidates[0]()
@@ -303,9 +305,8 @@ class Guard:
                 self._counters.spilled_bytes += spilled_bytes
                 self._counters.kept_bytes -= spilled_bytes
                 missing_bytes -= spilled_bytes
-        if missing_bytes > 0:
-            self._counters.num_over_limit += 1
         self._scheduler.retire(max(0, self._scheduler.leaving_bytes - excess_bytes))
+        return missing_bytes <= 0
 
 
 @contextlib.contextmanager

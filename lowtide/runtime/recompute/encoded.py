@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowtide.core.codec import Codec
+from lowtide.core.recipe import Codec
 from lowtide.runtime.recompute.recipe_inputs import Link, Source
 from lowtide.runtime.recompute.recipe_sources import RecomputedSource
 from lowtide.tensors.codecs import encode, fits_unseen

@@ -15,7 +15,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.recipe import Recipe, RecipeInput
 from lowtide.errors import ConfigError
-from lowtide.recipes.execute import Program, compile_recipe
+from lowtide.recipes.execute import CompiledRecipe, compile_recipe
 from lowtide.recipes.proof import Proof, proof_of
 from lowtide.tensors.private import own_buffers, own_parameters
 from lowtide.tensors.view import Shape
@@ -48,7 +48,7 @@ class Node:
     was_agreed: bool = False
     """All ranks of these groups have exchanged whether its recipe holds on them."""
     was_seen: bool = False
-    bound: tuple[Recipe, Program] | None = None
+    bound: tuple[Recipe, CompiledRecipe] | None = None
     """Its recipe in the last sizes that were not the plan's, and ready to run."""
 
     @property

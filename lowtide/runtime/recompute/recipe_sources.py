@@ -79,7 +79,7 @@ class OffloadedSource:
     def __init__(self, site: OffloadedStorage, view: View) -> None:
         self.site = site
         self.view = view
-        self.shape = Shape(tuple(view.size), view.stride, int(view.offset), view.alias.dtype)
+        self.shape = view.shape
 
     @property
     def nbytes(self) -> int:

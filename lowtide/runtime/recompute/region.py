@@ -9,6 +9,10 @@ There are two kinds of regions, and one mechanism (`torch.utils.checkpoint`, non
 The inputs of a region get handles like any other saved tensor, so they can be kept, swapped or recomputed.
 (`checkpoint` would make handles only of positional inputs, and hold keyword inputs in a closure.)
 
+`checkpoint` decides when a region runs again (once in a backward pass, and in the random state and the autocast of the
+first run). To that end it has one saved tensor of each run, without bytes; what the region itself saves goes through
+the hooks of saves.py alone, since those of checkpoint take several microseconds for each tensor.
+
 What this file adds to `checkpoint`:
 - an in-place write to a tensor saved inside a region raises, as in plain autograd (`checkpoint` would recompute
   silently);
@@ -25,9 +29,9 @@ What this file adds to `checkpoint`:
 Torch's random state and autocast are restored by checkpoint for regions, and by `Rerun` for outputs.
 
 Cost: the region's forward time once more (a module whose output is dropped: up to twice, of something cheap), and, for
-a decoder layer with 13 modules that saves 38 tensors, about 0.75 of the Python of checkpoint itself (docs/LOG.md). Not
-covered: differences that fingerprints miss (docs/limits.md); side effects that leave no trace in what the region saves
-or gives (a forward that prints does so twice); a key-value cache: see `without_cache` (call.py).
+a decoder layer with 13 modules that saves 38 tensors, some 0.3 ms of Python beyond checkpoint (docs/history/LOG.md).
+Not covered: differences that fingerprints miss (docs/limits.md); side effects that leave no trace in what the region
+saves or gives (a forward that prints does so twice); a key-value cache: see `without_cache` (call.py).
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from lowtide.runtime.recompute.call import Call
 from lowtide.runtime.recompute.draw_once import KeptResults
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
-from lowtide.runtime.recompute.saves import Dropped, FirstSaves, Saved, SecondSaves
+from lowtide.runtime.recompute.saves import Dropped, DroppedTensor, FirstSaves, SecondSaves
 from lowtide.runtime.recompute.watch import Before, Watch
 from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
@@ -147,8 +151,8 @@ class RegionRun:
         if may_change_inputs:
             with disable_current_modes():
                 copies = [tensor.detach().clone() for tensor in tensors]
-        # From these `checkpoint` learns of which devices to save the random state.
-        devices = {tensor.device: None for tensor in tensors} or {torch.device("cpu"): None}
+        # From these `checkpoint` learns of which devices to save the random state; it always does of the host.
+        devices = {tensor.device: None for tensor in tensors if tensor.device.type != "cpu"}
         markers = [without_bytes(torch.float32, device) for device in devices]
         versions = [_version(tensor) for tensor in tensors]
         # A tensor of inference mode can be neither saved nor written to: it stays as it is.
@@ -175,8 +179,9 @@ class RegionRun:
             )
         self.inputs[index] = Kept(copies[index])
 
-    def _body(self, marker: torch.Tensor, *_: torch.Tensor) -> Any:
+    def _body(self, *_: torch.Tensor) -> Any:
         """What checkpoint runs. It gets one saved tensor of each run, `marker`; who reads that runs this again."""
+        marker = without_bytes(torch.float32, torch.device("cpu"))
         hooks = top_saved_tensors_hooks()
         assert is_checkpoint_hook(hooks) and hooks is not None
         if self._has_run:
@@ -198,31 +203,35 @@ class RegionRun:
             self._graphs = graphs_between(_tensors_of(output), stops)
         return output
 
-    def _unpack(self, run_again: Callable[[], Any]) -> Callable[[Saved], torch.Tensor]:
+    def _unpack(self, run_again: Callable[[], Any]) -> Callable[[DroppedTensor], torch.Tensor]:
         """The unpack hook: it checks versions, and gives what the second run has made for this backward pass.
         `run_again` has checkpoint start that one."""
         dropped, made_in = self.dropped, self._made
 
-        def unpack(saved: Saved) -> torch.Tensor:
+        def unpack(saved: DroppedTensor) -> torch.Tensor:
             if version_of(saved.alias) != saved.version:
                 dropped.check(saved)
-            backward = _current_backward()
-            made = made_in.get(backward)
-            try:
-                if made is None:
-                    run_again()
-                    made = made_in[backward]
-                tensor = made[saved.number]
-                if tensor is None:
-                    raise CheckpointError("a saved tensor is read twice in one backward pass")
-            except CheckpointError as error:
-                self._differs(error)
+            made = made_in.get(current_graph_task_id())
+            if made is None:
+                made = self._made_now(run_again)
+            tensor = made[saved.number]
+            if tensor is None:
+                self._differs(CheckpointError("a saved tensor is read twice in one backward pass"))
             made[saved.number] = None
-            if type(backward) is str:
-                del made_in[backward]  # nobody can say when it ends
             return tensor
 
         return unpack
+
+    def _made_now(self, run_again: Callable[[], Any]) -> list[torch.Tensor | None]:
+        """What the second run has saved for the backward pass that is running. Runs the region again, if need be."""
+        backward = _current_backward()
+        if backward not in self._made:
+            try:
+                run_again()
+            except CheckpointError as error:
+                self._differs(error)
+        # Outside of a backward pass nobody can say when its end is.
+        return self._made.pop(backward) if isinstance(backward, str) else self._made[backward]
 
     def make_again(self) -> Any:
         """The second run, up to the last tensor that is needed. Called by `checkpoint` in backward. What it saves is

@@ -29,11 +29,21 @@ from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import base_of, is_view, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import modified_error, version_alias
+from lowtide.tensors.view import Origin, modified_error, version_alias
 from lowtide.tensors.wrappers import inside
 
 Row = tuple[int, type, torch.Size, torch.dtype]
 """Of a saved tensor: how many autograd nodes the run had made before it, the class of its own node, shape and type."""
+
+
+class SavedRole(NamedTuple):
+    """What is to be done with a saved tensor."""
+
+    nbytes: int
+    """To count: 0 if it is not the first of an activation's storage; -1 if that is larger than the tensor."""
+    is_fingerprinted: bool
+    is_lasting: bool
+    """It is a parameter, or a view of one, and stays anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +51,8 @@ class Path:
     """What a module saved in one run, in order."""
 
     rows: list[Row]
-    frontier: frozenset[int]
-    """Numbers of those that need a fingerprint."""
-    is_counted: list[bool]
-    """Whether it is the first one of an activation's storage."""
+    roles: list[SavedRole]
     saved_inputs: set[int]
-    lasting: set[int]
-    """Numbers of parameters and views of them."""
     origins: list[Origin]
     is_filled_late: bool
 
@@ -100,7 +105,7 @@ class Dropped:
         self.origins: list[Origin] = []
         self.is_filled_late = False
         """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
-        self.saved: list[ref[Saved]] = []
+        self.saved: list[ref[DroppedTensor]] = []
 
     def raise_plain(self) -> None:
         """Raise plain autograd's error if something that the region saved was modified since."""
@@ -109,7 +114,7 @@ class Dropped:
             if saved is not None:
                 self.check(saved)
 
-    def check(self, saved: Saved) -> None:
+    def check(self, saved: DroppedTensor) -> None:
         """Raise plain autograd's error if a saved tensor was modified since."""
         now = version_of(saved.alias)
         if now != saved.version:
@@ -185,7 +190,7 @@ def _may_be_filled_late(tensor: torch.Tensor) -> bool:
     )
 
 
-class Saved:
+class DroppedTensor:
     """What autograd holds of a tensor that a region saved: its number, and an alias that tells its version."""
 
     __slots__ = ("__weakref__", "alias", "number", "version")
@@ -194,14 +199,6 @@ class Saved:
         self.number = number
         self.version = version
         self.alias = alias
-
-
-class Origin(NamedTuple):
-    """Where a saved tensor came from, for the words of an error."""
-
-    producer: type
-    output_nr: int
-    is_view: bool
 
 
 class _Prints:
@@ -240,11 +237,11 @@ class FirstSaves:
         "_follows",
         "_hooks",
         "_inputs",
-        "_is_counted",
         "_is_deep",
-        "_lasting",
         "_path",
         "_prints",
+        "_roles",
+        "_rows",
         "_start",
     )
 
@@ -256,7 +253,7 @@ class FirstSaves:
         path: Path | None,
         flow: Flow | None,
         *,
-        unpack: Callable[[Saved], torch.Tensor],
+        unpack: Callable[[DroppedTensor], torch.Tensor],
     ) -> None:
         """`inputs`: of the region. `path`: that it is expected to follow."""
         self._dropped = dropped
@@ -266,60 +263,75 @@ class FirstSaves:
         self._prints = _Prints(fingerprints)
         self._is_deep = fingerprints.is_deep
         self._start = next_sequence_number()
-        self._is_counted: list[bool] = []
-        self._lasting: set[int] = set()
+        self._rows: list[Row] = []
+        """Of the path, as long as each tensor is as it was."""
+        self._roles: list[SavedRole] = []
         if path is not None:
-            self._lasting, dropped.rows, dropped.origins = path.lasting, path.rows, path.origins
+            self._rows, self._roles = path.rows, path.roles
+            dropped.rows, dropped.origins = path.rows, path.origins
         else:
             dropped.leave_out(inputs)
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, unpack)
 
     @never_compiled
-    def _pack(self, tensor: torch.Tensor) -> Saved:
-        dropped, path = self._dropped, self._follows
+    def _pack(self, tensor: torch.Tensor) -> DroppedTensor:
+        dropped, rows = self._dropped, self._rows
         number = len(dropped.saved)
         row = next_sequence_number() - self._start, type(tensor.grad_fn), tensor.shape, tensor.dtype
-        known = path.rows[number] if path is not None and number < len(path.rows) else None
-        if path is not None and known is not None and known[:2] == row[:2] and not dropped.has_results:
-            if known != row or dropped.rows is not path.rows:
-                dropped.rows = [*dropped.rows[:number], row]
-            if path.is_counted[number]:
-                dropped.nbytes += inside(tensor).untyped_storage().nbytes()
-            is_needed = number in path.frontier
+        if number < len(rows) and rows[number] == row and not dropped.has_results:
+            role = self._roles[number]
+            if role.nbytes:
+                dropped.nbytes += role.nbytes if role.nbytes > 0 else inside(tensor).untyped_storage().nbytes()
         else:
-            is_needed = self._look(tensor, number, row)
-        if is_needed:
+            role = self._role(tensor, number, row)
+        if role.is_fingerprinted:
             self._prints.add(number, tensor, row[0])
-        # A parameter, or a view of one, stays anyway.
-        saved = Saved(number, version_of(tensor), tensor if number in self._lasting else version_alias(tensor))
+        saved = DroppedTensor(number, version_of(tensor), tensor if role.is_lasting else version_alias(tensor))
         dropped.saved.append(ref(saved))
         return saved
 
-    def _look(self, tensor: torch.Tensor, number: int, row: Row) -> bool:
-        """Off the path: count a tensor. Returns whether it needs a fingerprint."""
+    def _role(self, tensor: torch.Tensor, number: int, row: Row) -> SavedRole:
+        """What to do with a tensor that is not as it was in the run before."""
+        dropped, path = self._dropped, self._follows
+        if path is None or number >= len(path.rows) or path.rows[number][:2] != row[:2] or dropped.has_results:
+            return self._look(tensor, number, row)
+        # Another shape: still on the path. From here on rows are this run's own.
+        if dropped.rows is path.rows:
+            self._rows, dropped.rows = [], path.rows[:number]
+        dropped.rows.append(row)
+        role = path.roles[number]
+        if role.nbytes:
+            dropped.nbytes += inside(tensor).untyped_storage().nbytes()
+        return role
+
+    def _look(self, tensor: torch.Tensor, number: int, row: Row) -> SavedRole:
+        """Off the path: what to do with a tensor. It is counted already."""
         dropped, local, place = self._dropped, inside(tensor), row[0]
         if self._follows is not None:
-            self._follows = None
-            self._lasting = set()
+            self._follows, self._rows, self._roles = None, [], []
             dropped.origins = dropped.origins[:number]
             dropped.rows = dropped.rows[:number]
             dropped.leave_out(self._inputs)
         dropped.rows.append(row)
         is_part = is_view(tensor)
-        dropped.origins.append(Origin(row[1], tensor.output_nr, is_part))
-        if isinstance(base_of(tensor) if is_part else tensor, nn.Parameter):
-            self._lasting.add(number)
+        dropped.origins.append(Origin.of(tensor))
         is_first, is_own = dropped.count(local) if is_plain(local) else (False, True)
-        self._is_counted.append(is_first)
         if number == 0 or dropped.rows[number - 1][0] != place:
             dropped.is_filled_late = False
         if not tensor.requires_grad and _may_be_filled_late(tensor):
             dropped.is_filled_late = True
         if self._flow is None:
             # Bytes in a row may be the workspace of a recurrent kernel, which is partly unwritten memory.
-            return is_own and not (local.dtype is torch.uint8 and local.dim() == 1)
-        self._flow.save(tensor)
-        return True
+            is_fingerprinted = is_own and not (local.dtype is torch.uint8 and local.dim() == 1)
+        else:
+            self._flow.save(tensor)
+            is_fingerprinted = True
+        nbytes = local.numel() * local.itemsize if is_first else 0
+        if is_first and nbytes != local.untyped_storage().nbytes():
+            nbytes = -1
+        role = SavedRole(nbytes, is_fingerprinted, isinstance(base_of(tensor) if is_part else tensor, nn.Parameter))
+        self._roles.append(role)
+        return role
 
     def __enter__(self) -> FirstSaves:
         assert self._hooks is not None
@@ -350,10 +362,8 @@ class FirstSaves:
         dropped.prints = {number: dropped.prints[number] for number in frontier}
         return Path(
             rows=dropped.rows,
-            frontier=frozenset(frontier),
-            is_counted=self._is_counted,
+            roles=[SavedRole(one.nbytes, number in frontier, one.is_lasting) for number, one in enumerate(self._roles)],
             saved_inputs=dropped.saved_inputs,
-            lasting=self._lasting,
             origins=dropped.origins,
             is_filled_late=dropped.is_filled_late,
         )
@@ -372,7 +382,7 @@ class SecondSaves:
         self._dropped = dropped
         self._prints = _Prints(fingerprints)
         self._left = -1 if to_the_end else len(dropped.saved)
-        self.made: list[torch.Tensor | None] = []
+        self.made: list[torch.Tensor] = []
         """What it has saved, without its graph."""
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, _as_it_is)
 
@@ -407,12 +417,11 @@ class SecondSaves:
         """Raise CheckpointError unless it has saved as many tensors as the first run, of the same shapes and types."""
         rows, made = self._dropped.rows, self.made
         num_saved = len(self._dropped.saved)
-        for number, (row, tensor) in enumerate(zip(rows, made, strict=False)):
-            assert tensor is not None
-            if tensor.shape != row[2] or tensor.dtype != row[3]:
+        for row, tensor in zip(rows, made, strict=False):
+            if tensor.shape != row[2] or tensor.dtype is not row[3]:
                 raise CheckpointError(
-                    f"tensor {number + 1} that is saved has shape {list(tensor.shape)} and {tensor.dtype}, and had "
-                    f"{list(row[2])} and {row[3]}"
+                    f"a tensor that it saved had shape {list(row[2])} and {row[3]}, and has shape {list(tensor.shape)} "
+                    f"and {tensor.dtype}"
                 )
         # A backward pass that begins inside of the first run needs only what that one has saved so far.
         if len(made) < num_saved or (len(made) > num_saved and self._dropped.note is None):

@@ -40,6 +40,7 @@ from lowtide.runtime.recompute.flow import Flow
 from lowtide.runtime.recompute.saves import Path
 from lowtide.tensors.compiled import has_compiled
 from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
+from lowtide.tensors.identities import identities
 from lowtide.tensors.kinds import can_be_cloned, is_plain, modules_of
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import (
@@ -54,7 +55,7 @@ from lowtide.tensors.private import (
     storage_at,
     version_of,
 )
-from lowtide.tensors.random_state import Draws
+from lowtide.tensors.random_state import Draws, HostRandom
 from lowtide.tensors.remembered import WRAPPED, Array, Attributes, Empty, State
 from lowtide.tensors.second_run import is_iterator, reached_iterator
 from lowtide.tensors.snapshot import take
@@ -145,13 +146,13 @@ class Watch:
 class Marks:
     """What changes when somebody writes to one of some tensors, or exchanges its data, as it is now."""
 
-    __slots__ = ("_addressed", "_values", "tensors")
+    __slots__ = ("_addressed", "tensors", "values")
 
     def __init__(self, tensors: list[torch.Tensor], addressed: list[torch.Tensor]) -> None:
         """`addressed`: those of them that have an address."""
         self.tensors = tensors
         self._addressed = addressed
-        self._values = [*map(version_of, tensors), *map(torch.Tensor.data_ptr, addressed)]
+        self.values = [*map(version_of, tensors), *map(torch.Tensor.data_ptr, addressed)]
 
     def again(self) -> Marks:
         """Of the same tensors, as they are by then."""
@@ -167,15 +168,15 @@ class Marks:
 
     def moved(self, later: Marks) -> list[torch.Tensor]:
         """Those tensors that have another version or address in `later`."""
-        if self._values == later._values:
+        if self.values == later.values:
             return []
         then, now = self.by_tensor(), later.by_tensor()
         return [each for each in self.tensors if then[id(each)] != now[id(each)]]
 
     def by_tensor(self) -> dict[int, tuple[int, int]]:
         """Version and address of each, by identity."""
-        addresses = dict(zip(map(id, self._addressed), self._values[len(self.tensors) :], strict=True))
-        versions = zip(map(id, self.tensors), self._values, strict=False)
+        addresses = dict(zip(map(id, self._addressed), self.values[len(self.tensors) :], strict=True))
+        versions = zip(map(id, self.tensors), self.values, strict=False)
         return {key: (version, addresses.get(key, 0)) for key, version in versions}
 
 
@@ -212,6 +213,7 @@ class Tree:
         "_empty",
         "_full",
         "_hooks",
+        "_identities",
         "_own",
         "_tables",
         "_then",
@@ -235,7 +237,8 @@ class Tree:
         self._dicts = [*self._own, *self._tables, *self._hooks]
         self._full = [each for each in self._dicts if each]
         self._empty = [each for each in self._dicts if not each]  # most of them
-        self._values = self._now()
+        self._values = self._now()  # alive, so that nothing else has their identities
+        self._identities = identities(self._values)
         self._then = _copies(self._dicts)
         held = chain.from_iterable(each.values() for each in (*self._own, *self._tables))
         tensors = {id(value): value for value in held if isinstance(value, torch.Tensor)}
@@ -259,23 +262,23 @@ class Tree:
             for each, size in zip(self.tensors, sizes, strict=True)
         )
 
-    def _now(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._full))]
+    def _now(self) -> tuple:
+        return tuple(chain.from_iterable(map(dict.values, self._full)))
 
     def is_still(self) -> bool:
         """Whether all attributes, tables and hooks hold the very objects that they held."""
-        now = self._now()
-        return len(now) == len(self._values) and not any(self._empty) and all(map(is_, now, self._values))
+        return identities(self._now()) == self._identities and not any(self._empty)
 
     def put_back(self, stack: contextlib.ExitStack) -> None:
         """Have all held that was held, until `stack` is left."""
         if self.is_still():
-            stack.callback(self._put_if_moved)
+            stack.callback(self.put_if_moved)
         else:
             stack.callback(self._put, _copies(self._dicts))
             self._put(self._then)
 
-    def _put_if_moved(self) -> None:
+    def put_if_moved(self) -> None:
+        """Have all held that was held."""
         if not self.is_still():
             self._put(self._then)
 
@@ -353,7 +356,7 @@ class Before:
         tensors = [*tree.tensors, *others] if others else tree.tensors
         addressed = [*tree.addressed, *(each for each in others if is_plain(each))] if others else tree.addressed
         self._marks = Marks(tensors, addressed)
-        self._flags = [tensor.requires_grad for tensor in tree.tensors]
+        self._flags = _flags_of(tree.tensors)
         self._random = watch.draws.now()
         self._parameters = LentParameters(watch.module) if watch.has_shards else None
         self._records = [record.again() for record in known.records]
@@ -481,26 +484,50 @@ class Before:
         """Inside, all is as it was before the first run. `raise_plain` raises the error that plain autograd has for a
         tensor that it saved, if there is one. Raises RuntimeError for what was written in place since."""
         self._refuse_written(raise_plain)
-        with contextlib.ExitStack() as undo:
-            now = self.watch.draws.now()
-            self._modes.put_back(undo, self.watch.draws.settings())
-            self._random.put_back(undo, now)
-            undo.callback(self._settle_down, self._marks.versions())
-            self._tree.put_back(undo)
-            if self._parameters is not None:
-                undo.enter_context(self._parameters.replayed())
-            records = (*self._records, *self._given)
-            if records:
-                empty = [record for record in records if isinstance(record, Empty)]
-                undo.callback(_restore, [*empty, *(one for record in records for one in _again(record))])
-                _restore(records)
-            for tensor, flag in zip(self._tree.tensors, self._flags, strict=True):
-                if tensor.requires_grad != flag and tensor.is_leaf:
-                    tensor.requires_grad_(flag)
-                    undo.callback(tensor.requires_grad_, not flag)
-            for view, then in self._copies.values():
-                undo.enter_context(_written_back(view, then))
-            yield
+        draws, versions = self.watch.draws, self._marks.versions()
+        random, modes = draws.now(), Modes(draws.settings())
+        self._random.set_from(random)
+        try:
+            if self._is_as_it_was(modes):
+                try:
+                    yield
+                finally:
+                    self._tree.put_if_moved()
+                    modes.set_if_moved(draws.settings())
+            else:
+                with contextlib.ExitStack() as undo:
+                    self._put_back(undo, modes)
+                    yield
+        finally:
+            random.set_from(HostRandom(self._random))
+            self._settle_down(versions)
+
+    def _is_as_it_was(self, modes: Modes) -> bool:
+        """Whether there is nothing to put back before the second run."""
+        return (
+            not (self._records or self._given or self._copies or self._parameters)
+            and self._modes.is_still(modes)
+            and self._tree.is_still()
+            and _flags_of(self._tree.tensors) == self._flags
+        )
+
+    def _put_back(self, undo: contextlib.ExitStack, modes: Modes) -> None:
+        """Have all as it was before the first run, until `undo` is left. `modes`: those of now."""
+        self._modes.put_back(undo, modes)
+        self._tree.put_back(undo)
+        if self._parameters is not None:
+            undo.enter_context(self._parameters.replayed())
+        records = (*self._records, *self._given)
+        if records:
+            empty = [record for record in records if isinstance(record, Empty)]
+            undo.callback(_restore, [*empty, *(one for record in records for one in _again(record))])
+            _restore(records)
+        for tensor, flag in zip(self._tree.tensors, self._flags, strict=True):
+            if tensor.requires_grad != flag and tensor.is_leaf:
+                tensor.requires_grad_(flag)
+                undo.callback(tensor.requires_grad_, not flag)
+        for view, then in self._copies.values():
+            undo.enter_context(_written_back(view, then))
 
     def _refuse_written(self, raise_plain: Callable[[], None]) -> None:
         now = self._marks.again()
@@ -566,6 +593,10 @@ def _again(record: Any) -> list[Any]:
 def _restore(records: Any) -> None:
     for record in records:
         record.restore()
+
+
+def _flags_of(tensors: list[torch.Tensor]) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors]
 
 
 def _kind(tensor: torch.Tensor) -> str:

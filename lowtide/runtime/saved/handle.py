@@ -27,7 +27,7 @@ import torch
 from lowtide.runtime.saved.stats import Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.private import is_view, version_of
-from lowtide.tensors.view import View, modified_error
+from lowtide.tensors.view import Origin, View, modified_error
 
 
 class Kept:
@@ -38,16 +38,14 @@ class Kept:
     counts.
     """
 
-    __slots__ = ("__weakref__", "bytes_of", "is_view", "on_open", "output_nr", "producer", "tensor", "version")
+    __slots__ = ("__weakref__", "bytes_of", "on_open", "origin", "tensor", "version")
 
     def __init__(
         self, tensor: torch.Tensor, on_open: Callable[[], None] | None = None, bytes_of: object = None
     ) -> None:
         grad_fn = tensor.grad_fn
         self.version = version_of(tensor)
-        self.producer = type(grad_fn)
-        self.output_nr = tensor.output_nr
-        self.is_view = is_view(tensor)
+        self.origin = Origin(type(grad_fn), tensor.output_nr, is_view(tensor))
         self.tensor = tensor if grad_fn is None else tensor.detach()
         self.on_open = on_open
         self.bytes_of = bytes_of
@@ -63,7 +61,7 @@ class Kept:
             self.on_open()
         tensor = self.tensor
         if version_of(tensor) != self.version:
-            raise modified_error(tensor, tensor.size(), version_of(tensor), self.version, self)
+            raise modified_error(tensor, tensor.size(), version_of(tensor), self.version, self.origin)
         return tensor
 
 

@@ -13,22 +13,20 @@ from typing import Any
 
 import torch
 
-from lowtide.tensors.private import is_view, version_of
-from lowtide.tensors.view import modified_error
+from lowtide.tensors.private import version_of
+from lowtide.tensors.view import Origin, modified_error
 from lowtide.tensors.wrappers import hollow, shell_of
 
 
 class Wrapped:
     """A saved wrapper. Another handle gives back the plain tensor inside."""
 
-    __slots__ = ("alias", "is_view", "local", "output_nr", "producer", "shell", "size", "version")
+    __slots__ = ("alias", "local", "origin", "shell", "size", "version")
 
     def __init__(self, tensor: torch.Tensor, local: Any) -> None:
         self.local = local
         self.shell = shell_of(tensor)
-        self.producer = type(tensor.grad_fn)
-        self.output_nr = tensor.output_nr
-        self.is_view = is_view(tensor)
+        self.origin = Origin.of(tensor)
         self.size = tensor.size()
         self.version = version_of(tensor)
         self.alias = hollow(tensor)
@@ -37,6 +35,6 @@ class Wrapped:
         """What was saved. Raises RuntimeError if it was modified in place since."""
         if version_of(self.alias) != self.version:
             like = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
-            raise modified_error(like, self.size, version_of(self.alias), self.version, self)
+            raise modified_error(like, self.size, version_of(self.alias), self.version, self.origin)
         local = self.local.open()
         return local if self.shell is None else self.shell.around(local)

@@ -20,7 +20,7 @@ from torch import nn
 from lowtide.config.memory import MemoryConfig, load_memory, plan_from_rules
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.rules import Rule, unmatched_error
+from lowtide.core.rules import Rule, past_error, unmatched_error
 from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
@@ -32,7 +32,7 @@ from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.wrap import matches_a_module, module_names
 from lowtide.tensors.compiled import compiled_parts, lies_in, refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of
-from lowtide.tensors.ranks import gather
+from lowtide.tensors.ranks import ALONE, gather
 
 
 def apply(
@@ -52,7 +52,7 @@ def apply(
     plan = plan_of(model, memory)
     optimizer = optimizer_of(optimizer, "lowtide.apply")
     refuse_foreign(model, optimizer, "lowtide.apply")
-    check_patterns(model, plan)
+    check_patterns(model, plan, is_part=group == ALONE)
     agree_across_ranks(plan, group)
     warn_about_checkpointing(model)
     warn_about_parts_of_recomputed_layers(model, plan)
@@ -81,7 +81,7 @@ def refuse_unsuitable(model: nn.Module) -> None:
         raise ConfigError(f"lowtide.apply: {what} is already under a lowtide plan; call remove() on that tide first")
     if isinstance(model, nn.DataParallel):
         raise ConfigError(
-            "lowtide.apply: nn.DataParallel is not supported, its replicas cannot be told apart; use "
+            "lowtide: nn.DataParallel is not supported, its replicas cannot be told apart; use "
             "DistributedDataParallel, one process a device"
         )
     refuse_compiled(model, "lowtide.apply")
@@ -114,10 +114,13 @@ def plan_of(model: nn.Module, memory: Any) -> Plan:
     return dataclasses.replace(plan, loss="sliced", loss_rows=asked["rows"]) if slices else plan
 
 
-def check_patterns(model: nn.Module, plan: Plan) -> None:
-    """Raise ConfigError for a rule that matches nothing, as far as that can be told before a forward."""
+def check_patterns(model: nn.Module, plan: Plan, *, is_part: bool = False) -> None:
+    """Raise ConfigError for a rule that matches nothing, as far as that can be told before a forward, and for one that
+    reaches past the model, unless it `is_part` of one whose other parts have more layers."""
     names = module_names(model)
     for rule in plan.rules.rules:
+        if not is_part and (error := past_error(rule, names)) is not None:
+            raise error
         if rule.fate is Fate.RECOMPUTE and rule.pattern.text == "*":
             if not plan.layers:
                 raise ConfigError(
@@ -141,6 +144,8 @@ def _may_be_an_op(rule: Rule, names: list[str]) -> bool:
     segments = rule.pattern.segments
     if len(segments) == 1:
         return True
+    if segments[-1].ranges or segments[-1].text.isdecimal():
+        return False  # no operator is called by a number
     above = type(rule.pattern)(text=rule.pattern.text.rpartition(".")[0], segments=segments[:-1])
     return any(above.matches(name, is_site=False) for name in names)
 

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lowtide.core.measured_curve import LayerTimes, MeasuredCurve
+from lowtide.core.profile import LayerTimes, MeasuredCurve
 from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.tensors.compiled import has_compiled, never_compiled

@@ -43,7 +43,7 @@ class PlanConsensus:
         self.group = group
         budgets = [budget for budget, _ in answers if budget is not None]
         self.budget_bytes = min(budgets, default=None)
-        """What all can keep; None where nobody has a budget."""
+        """What all can keep; None where no rank has a budget."""
         self.is_together = True
         """Whether every rank came to every meeting so far."""
         self._has_collectives = False
@@ -85,14 +85,14 @@ def meet(store: dist.Store, place: str, num_ranks: int, patience_seconds: float)
     end = time.monotonic() + patience_seconds
     while not store.check([f"{place}/decision"]):
         if time.monotonic() > end:
-            # The last one may come at this very moment; whoever writes first decides for all.
+            # The last one may come at this very moment; the first that writes decides for all.
             return store.compare_set(f"{place}/decision", "", _STOP.decode()) == _GO
         time.sleep(_POLL_SECONDS)
     return store.get(f"{place}/decision") == _GO
 
 
 def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:
-    """The first rank's plan, if every rank found one; else the error with the highest floor, on every rank."""
+    """The first rank's plan, if every rank has one; else the error with the highest floor, on every rank."""
     answers = gather((None if plan is None else plan.to_json(), _packed(error)), group)
     errors = [packed for _, packed in answers if packed is not None]
     if errors:

@@ -136,7 +136,7 @@ class UnobservedForwards:
         self._hooks = [parameter.register_hook(_hook(me, name)) for name, parameter in trained]
 
     def end(self) -> None:
-        """The forward was seen, or nobody waits for it any more. Idempotent."""
+        """The forward was seen, or need not come any more. Idempotent."""
         if self._is_waiting:
             self.close()
 
@@ -205,9 +205,9 @@ def _hook(forwards: weakref.ref[UnobservedForwards], name: str) -> Callable[[Any
 
 def _runs(modules: dict[str, nn.Module], parameter: str) -> str:
     """The outermost module below the model around a parameter that has a forward: it, or one inside it, has run."""
-    parts = parameter.split(".")[:-1]
-    for length in range(1, len(parts) + 1):
-        name = ".".join(parts[:length])
+    path = parameter.split(".")[:-1]
+    for length in range(1, len(path) + 1):
+        name = ".".join(path[:length])
         if type(modules[name]).forward is not nn.Module.forward:
             return name
     return ""

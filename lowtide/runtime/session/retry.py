@@ -136,7 +136,7 @@ class Rollback:
         return result
 
     def _let_go(self, failure: BaseException) -> str:
-        """End the failed graph, and give its memory back to whoever asks next. Returns where memory ran out."""
+        """End the failed graph, and give its memory back. Returns where memory ran out."""
         place = "".join(["Memory ran out here:\n", *traceback.format_tb(failure.__traceback__)]).rstrip()
         for error in _chain(failure):
             # The frames hold the graph. Clearing them is not enough: sources of nested functions would survive.
@@ -282,7 +282,7 @@ class _Start:
             # After them: what comes back includes the hooks of these gradients.
             self._state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})
         except BaseException:
-            self._close_gradients()  # there may be no memory for the copies; nobody calls `__exit__`
+            self._close_gradients()  # there may be no memory for the copies, and then `__exit__` is not called
             raise
 
     def __enter__(self) -> Self:
@@ -303,8 +303,8 @@ class _Start:
         """Why the micro-batch cannot be taken back, or None."""
         if self._has_hooks:
             return "parameters have post-accumulate-grad hooks, which have acted on gradients of the failed run."
-        found = (gradient.obstacle() for gradient in self._gradients)
-        return next((text for text in found if text is not None), None) or self._without_copy()
+        obstacles = (gradient.obstacle() for gradient in self._gradients)
+        return next((text for text in obstacles if text is not None), None) or self._without_copy()
 
     def _without_copy(self) -> str | None:
         lost = self._state.lost(but={id(gradient.parameter) for gradient in self._gradients})

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ _MAX_SHAPES = 16
 
 @dataclass(slots=True)
 class ShapePlan:
-    """The plan for one shape bucket. The last five fields are an autopilot's (runtime/autopilot)."""
+    """The plan for one shape bucket. The last six fields are an autopilot's (runtime/autopilot)."""
 
     profile: Profile
     plan: Plan
@@ -45,6 +45,9 @@ class ShapePlan:
     """The part of the profile's bytes that the loop takes between forward and backward, as it was measured."""
     has_more_loop_bytes: bool = False
     """The profile has got more of them since the plan was made."""
+    misfits: dict[bool, int] = field(default_factory=dict)
+    """Saved tensors that a plan of it did not expect: in the last forward pass that was the first under its plan
+    (False), and in the last one that was not."""
 
     @property
     def has_sizes(self) -> bool:

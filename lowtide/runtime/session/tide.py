@@ -3,7 +3,7 @@
 What: `apply` finds the layers, checks the rules against the model, and returns a `Tide`, which wraps the model
 (wrap.py), shows what happened and can undo everything.
 
-Under several ranks `apply` is collective: the ranks compare what they were asked for, and refuse together.
+Under several ranks `apply` is collective: the ranks compare their plans, and refuse together.
 
 Not covered: budgets (runtime/autopilot), compiled models, `nn.DataParallel`.
 """
@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from lowtide.core.fate import Fate
-from lowtide.core.measured_curve import MeasuredCurve
-from lowtide.core.plan import Plan
+from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.profile import MeasuredCurve
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
@@ -169,6 +169,11 @@ class Tide:
         """Activations that are on the device now, as the ledger counts them. Unlike `stats`, cheap."""
         return self._ledger.now_bytes
 
+    @property
+    def num_misfits(self) -> int:
+        """Saved tensors that a solved plan did not expect, or not where they came. Unlike `stats`, cheap."""
+        return self._counters.num_divergences + len(self._context.unplanned)
+
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew."""
         self._counters.reset()
@@ -193,7 +198,7 @@ class Tide:
         return Audit(*of, scheduler=lambda: self._scheduler, layers=lambda: self._plan.layers, done=done)
 
     def count_buffers(self, on_buffer: Callable[[torch.UntypedStorage], None] | None) -> None:
-        """Show `on_buffer` every buffer that a fetch fills, which no operator makes; None: nobody counts."""
+        """Show `on_buffer` every buffer that a fetch fills, which no operator makes; None: none."""
         self._scheduler.on_buffer = on_buffer
 
     def set_limit(self, limit_bytes: int | None, *, slack_bytes: int | None = None) -> None:
@@ -214,6 +219,17 @@ class Tide:
                 state_bytes=self._model_state_bytes,
                 slack_bytes=slack_bytes,
             )
+
+    def stand_beside(self, beside_bytes: Callable[[], int]) -> None:
+        """Have the limit count what forward passes under other plans hold."""
+        if self._context.guard is not None:
+            self._context.guard.beside_bytes = beside_bytes
+
+    def hold_at_most(self, nbytes: int) -> None:
+        """Spill kept activations of forward passes that are over, until they hold no more than this. Not a promise:
+        what recipes and second runs start from stays. Only under a limit."""
+        if self._context.guard is not None:
+            self._context.guard.hold_at_most(nbytes)
 
     def keep_layers(self, names: Collection[str]) -> None:
         """Keep what these layers save, where the solved plan would run them again: another plan's step has shown that
@@ -251,7 +267,7 @@ class Tide:
         self._unobserved.end()
 
     def suspend(self) -> None:
-        """Leave the model as it was until `resume()`, and keep what was learned about it. Idempotent."""
+        """Leave the model as it was until `resume()`, and keep what its forward passes have shown. Idempotent."""
         self._forwards.take_off()
 
     def resume(self) -> None:
@@ -287,6 +303,9 @@ class Tide:
         state = "removed" if self._is_removed else "applied"
         return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
 
+    def _repr_html_(self) -> str:
+        return notebook_html(repr(self), self.plan)
+
     def _say_if_no_loss(self, loss: AttachedLoss) -> None:
         if self.has_run and loss.loss is not None and not loss.loss.loss.was_called:
             warnings.warn(
@@ -301,10 +320,10 @@ class Tide:
         tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if self._optimizer is not None:
             tensors += optimizer_tensors(self._optimizer)
-        parts = [local_part(tensor) for tensor in tensors]
+        local_parts = [local_part(tensor) for tensor in tensors]
         storages = {
             storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
-            for tensor in parts
+            for tensor in local_parts
             if tensor.layout is torch.strided and tensor.device.type == self.engine.device_type
         }
         return sum(storages.values())
@@ -396,10 +415,10 @@ def _by_rules(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
 
 def plan_message(plan: Plan) -> str:
     """Two sentences, after a blank; nothing for a plan that predicts nothing."""
-    parts = [line for line in plan.account if line.what in _CHANGES]
-    if plan.predicted is None or not parts:
+    lines = [line for line in plan.account if line.what in _CHANGES]
+    if plan.predicted is None or not lines:
         return ""
-    most = max(parts, key=lambda line: line.planned_bytes)
+    most = max(lines, key=lambda line: line.planned_bytes)
     budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
     return (
         f" The plan had said: peak {format_bytes(plan.predicted.peak_bytes)}{budget}, of which {most.what}: "

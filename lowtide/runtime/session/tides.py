@@ -36,9 +36,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from lowtide.core.measured_curve import MeasuredCurve
-from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile
+from lowtide.core.log import LOG
+from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.profile import MeasuredCurve, Profile
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.optimizer.swap import OptimizerSwap
@@ -150,15 +150,13 @@ class Tides:
         owns_engine: bool,
         placed: PlacedState,
         group: Any = None,
-        say: Callable[[str], None] | None = None,
     ) -> None:
         """`source` makes the plan source for this handle, and may be collective in `group`. `call`: the function that
-        the user called, for messages. `say` gets a line when a plan is made."""
+        the user called, for messages."""
         self.model = model
         self.engine = engine
         self.placed = placed
         """The optimizer's state, wherever it is."""
-        self.say = say or _say_nothing
         self.tide: Tide | None = None
         """The tide in force; None before the first step. After `remove` the last one: its totals can still be read."""
         self.events: list[PlanEvent] = []
@@ -317,6 +315,9 @@ class Tides:
         plan = "" if self.tide is None else f", plan {self.tide.plan.digest()}"
         return f"<lowtide.Tides {self.phase.value}: engine '{self.engine.name}'{budget}{plan}>"
 
+    def _repr_html_(self) -> str:
+        return notebook_html(repr(self), self.plan)
+
     # -- each forward pass -----------------------------------------------------------------------------------------
 
     def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -384,7 +385,7 @@ class Tides:
                 f"{self._call}: its module '{under}' came under another lowtide plan since; call remove() on that one "
                 "first"
             )
-        self.say(f"lowtide: observing one step ({why})")
+        LOG.info("lowtide: observing one step (%s)", why)
         if self.tide is not None:
             self.take_off()
             self.wrap()  # other threads wait in it until this is over
@@ -444,7 +445,7 @@ class Tides:
         self.events.append(event)
         predicted = plan.predicted
         if predicted is not None:
-            self.say(
+            LOG.info(
                 f"lowtide: plan {event.digest} ({why}): peak {format_bytes(predicted.peak_bytes)} of "
                 f"{format_bytes(predicted.plain_peak_bytes)} plain, step {format_seconds(predicted.step_seconds)} for "
                 f"{format_seconds(predicted.plain_seconds)}, made in {format_seconds(seconds)}"
@@ -483,7 +484,3 @@ class _Lease:
 
     def __init__(self, engine: Engine) -> None:
         weakref.finalize(self, engine.close)
-
-
-def _say_nothing(line: str) -> None:
-    pass

@@ -62,7 +62,7 @@ class PlannedForwards:
         self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         self._local = threading.local()
         """Of each thread: the forward pass of the forward pass that it is in."""
-        self._learning = threading.RLock()
+        self._writing = threading.RLock()
         """Of the thread in whose forward pass the first tables are written; others wait, and follow them."""
         self._unchecked: Sequence[Rule] = ()
         self._warn: Callable[[PlanContext], None] | None = None
@@ -163,7 +163,7 @@ class PlannedForwards:
             self._unobserved.was_aside = True
             return forward(*args, **kwargs)
         if not layer.tables:
-            refuse_compiled(self._model, "lowtide.apply")  # before anything is learned, also anew
+            refuse_compiled(self._model, "lowtide.apply")  # before a table is written, also anew
         refuse_capture(self._model, self._engine)
         hooks = top_saved_tensors_hooks()
         if is_checkpoint_hook(hooks):
@@ -175,7 +175,7 @@ class PlannedForwards:
         if context.guard is not None:
             context.guard.begin()
         self._unobserved.end()
-        with contextlib.nullcontext() if layer.tables else self._learning:
+        with contextlib.nullcontext() if layer.tables else self._writing:
             return self._run_pass(layer, forward, args, kwargs)
 
     def _run_pass(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -279,7 +279,7 @@ def refuse_capture(model: nn.Module, engine: Engine) -> None:
 
 
 def foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
-    """For a model that is called inside saved-tensor hooks of somebody else."""
+    """For a model that is called inside saved-tensor hooks that are not lowtide's."""
     name = f"{getattr(hooks[0], '__module__', '?')}.{getattr(hooks[0], '__qualname__', '?')}"
     return ConfigError(
         f"lowtide: the model was called inside other saved-tensor hooks ({name}). PyTorch calls only the innermost "

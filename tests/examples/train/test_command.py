@@ -14,6 +14,7 @@ import pytest
 
 from lowtide.cli import train as door
 from lowtide.cli.main import main
+from tests.support.grid import one_of
 
 ROOT = Path(__file__).parents[3]
 RUN = """\
@@ -56,7 +57,7 @@ def num_steps_done(folder: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.extended)])
 def test_ended_in_the_middle_and_run_again_is_one_whole_run(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,7 +211,7 @@ def test_the_door_says_where_the_trainer_is(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", one_of(3, ["deepseek_v3", "qwen3_moe", "llama"]))
 def test_examples_learn(name: str) -> None:
     assert main(["train", str(ROOT / "examples" / f"{name}_bytes.yaml"), "--output-dir", "out", "--steps", "15"]) == 0
     losses = [json.loads(line)["loss"] for line in Path("out/metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from examples.train import checkpoint
 from examples.train.loop import Summary, train
 from examples.train.progress import StepRecord
 from examples.train.ranks import TrainingError
-from examples.train.trainer import Trainer, learning_rate_at
+from examples.train.trainer import Trainer, learning_rate_at, settings_of
 from lowtide.cli.run_file import load_run
 from lowtide.config.run import TrainConfig
 from lowtide.errors import ConfigError
@@ -174,6 +174,19 @@ def test_bf16(precision: str) -> None:
     go(output_dir="bf16", steps=3, precision=precision)
     assert losses("bf16") != losses("float32")
     assert losses("bf16") == pytest.approx(losses("float32"), rel=0.02)
+
+
+def test_settings_hold_what_shapes_the_curve_and_nothing_else(tmp_path: Path) -> None:
+    def settings(**train: object) -> dict[str, object]:
+        lines = "".join(f"  {key}: {value}\n" for key, value in {"steps": 3, **train}.items())
+        file = tmp_path / "run.yaml"
+        file.write_text(f"model: {{model_type: llama}}\ntrain:\n{lines}")
+        return settings_of(load_run(str(file)))
+
+    plain = settings()
+    assert settings(steps=9, log_every=1, output_dir="elsewhere", threads=1, checkpoint_every=2) == plain
+    assert settings(learning_rate=0.5) != plain
+    assert settings(steps=9, schedule="cosine") != settings(steps=3, schedule="cosine")
 
 
 def test_learning_rate() -> None:

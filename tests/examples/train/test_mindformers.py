@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lowtide.cli.main import main
+from tests.support.grid import one_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "mindformers"
 CASES = json.loads((Path(__file__).parents[2] / "mindformers" / "schema" / "cases" / "upstream.json").read_text())
@@ -40,7 +41,7 @@ def without_sections(path: Path, to: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", one_of(2, DOCUMENTED))
 def test_documented_example(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     case = next(case for case in CASES if case.get("id") == DOCUMENTED[name])
     path = EXAMPLES / f"{name}.yaml"

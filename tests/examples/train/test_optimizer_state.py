@@ -23,11 +23,10 @@ SAME = ("losses_sha256", "weights_sha256")
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
 
 
-def go(folder: str, steps: int = 4, engine: str = "host", **memory: object) -> Summary:
+def go(folder: str, steps: int = 3, engine: str = "host", **memory: object) -> Summary:
     sections: dict[str, dict] = {
         "model": LLAMA,
         "data": {"files": ["text"], "sequence_length": 64},

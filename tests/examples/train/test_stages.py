@@ -16,7 +16,7 @@ from lowtide.cli.run_file import load_run
 from lowtide.cli.run_step import trace_run
 from lowtide.errors import ConfigError
 from lowtide.pipeline.generators import make_schedule
-from lowtide.report import rank_step
+from lowtide.report.elements import from_json
 from lowtide.report.rank_step import RankStep
 from lowtide.report.run_folder import report_of_folder
 from lowtide.timeline.hardware import load_hardware
@@ -71,7 +71,7 @@ def losses(folder: str) -> list[float]:
 
 
 def rank_of(folder: str, rank: int) -> RankStep:
-    found = rank_step.from_json(Path(folder, f"rank-{rank}.json").read_text())
+    found = from_json(RankStep, Path(folder, f"rank-{rank}.json").read_text())
     assert (found.rank, found.step, found.schedule) == (rank, NUM_STEPS, "dualpipev")
     return found
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.core.profile import Profile
 from lowtide.profiling.fake.roofline import attention_kernel, is_attention, op_bytes, op_flops, op_seconds
-from lowtide.profiling.fake.trace import Compiled, trace
-from lowtide.recipes.graph import Call, Storage, Value
+from lowtide.profiling.fake.trace import trace
+from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.timeline.hardware import Hardware
 from lowtide.timeline.step import Link
 
@@ -35,8 +34,8 @@ def value(*size: int, dtype: torch.dtype = torch.float32, stride: tuple[int, ...
     return Value(storage, 0, size, strides, 0, dtype, torch.device("cpu"))
 
 
-def call(func: object, *args: object, out: tuple[Value, ...], **kwargs: object) -> Call:
-    return Call(0, func, args, kwargs, out, "", 0.0, False, False)
+def call(func: object, *args: object, out: tuple[Value, ...], **kwargs: object) -> OpCall:
+    return OpCall(0, func, args, kwargs, out, "", 0.0, False)
 
 
 def test_a_product_counts_two_flops_for_each_multiplication() -> None:
@@ -86,7 +85,7 @@ def test_causal_attention_counts_half(is_causal: bool) -> None:
 
 def attention_call(
     *, dtype: torch.dtype = torch.bfloat16, mask: Value | None = None, is_backward: bool = False, tokens: int = 4096
-) -> Call:
+) -> OpCall:
     q, k, v, out = (value(1, 8, tokens, 128, dtype=dtype) for _ in range(4))
     sums = value(1, 8, tokens)
     ops = torch.ops.aten
@@ -142,61 +141,6 @@ def test_eager_operators_have_the_rate_that_they_reach() -> None:
     assert hardware.op_seconds(0.0, 8e6, "float32", is_fused=True) == pytest.approx(8e6 / 1e9)
     thin = call(torch.ops.aten.mm.default, value(1000, 1), value(1, 1000), out=(value(1000, 1000),))
     assert op_seconds(thin, hardware) == pytest.approx(4.008e6 / 1e9)  # a product's traffic is a copy's
-
-
-class Gated(torch.nn.Module):
-    """Three element-wise operators between two products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([GatedLayer(), GatedLayer()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class GatedLayer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(256, 256, bias=False)
-        self.down = torch.nn.Linear(256, 256, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        return self.down(torch.sin(h).exp().neg()) + x
-
-
-def test_compiled_rows_read_what_comes_and_write_what_is_needed() -> None:
-    hardware = dataclasses.replace(HARDWARE, launch_seconds=0.0, flops_per_second={"float32": 1e15})
-    batch = (torch.empty(1024, 256),)
-    kinds: tuple[Compiled, ...] = ("nothing", "layers", "all")
-    eager, layers, every = (
-        trace(Gated(), batch, hardware=hardware, loss=lambda y: (y * y).sum(), compiled=kind) for kind in kinds
-    )
-    size = 4 * 1024 * 256 / 1e9
-
-    def forward(profile: Profile, what: str) -> float:
-        return sum(
-            seconds
-            for name, seconds in zip(profile.op_names[: profile.num_forward_ops], profile.op_seconds)
-            if name.startswith("layers.0.") and what in name
-        )
-
-    def elementwise(profile: Profile) -> float:
-        return sum(forward(profile, what) for what in ("sin", "exp", "neg"))
-
-    assert elementwise(eager) == pytest.approx(6 * size)
-    # One kernel: reads h; backward needs h, which is there, exp's result, and down's input: two are written.
-    assert elementwise(layers) == elementwise(every) == pytest.approx(3 * size)
-    assert forward(eager, "mm") == forward(every, "mm")
-    # The loss is in no layer.
-    outside = [
-        sum(s for n, s in zip(p.op_names, p.op_seconds) if not n.startswith("layers.")) for p in (eager, layers, every)
-    ]
-    assert outside[0] == outside[1] > outside[2]
-    assert dataclasses.replace(eager, op_seconds=(), nodes=()) == dataclasses.replace(every, op_seconds=(), nodes=())
 
 
 def test_grouped_products_count_every_row_once() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.traced import trace_config
 from lowtide.core.profile import Profile, Site
 from lowtide.errors import ConfigError
-from lowtide.profiling.fake.repeated_layers import find_runs
+from lowtide.profiling.fake.fake_model import find_runs
 from lowtide.profiling.fake.trace import trace
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.codecs import fits_unseen

@@ -13,6 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.core.budget import DeviceMemory
+from lowtide.core.log import Listener
 from lowtide.runtime.autopilot import optimize as door
 from lowtide.timeline.step import Link
 from tests.support.virtual_engine import VirtualEngine
@@ -65,7 +66,7 @@ def test_bits_and_later_batches(memory: dict[str, Any]) -> None:
     """Gradients that stay and a larger batch need more than the first step did: a goal is planned for anew."""
     model, said = Net(), []
     truth = gradients(copy.deepcopy(model), (64, 64, 256))
-    with lowtide.apply(model, {**memory, "min_bytes": 1}, engine=VirtualEngine(0), say=said.append) as tide:
+    with Listener(said.append), lowtide.apply(model, {**memory, "min_bytes": 1}, engine=VirtualEngine(0)) as tide:
         mine = gradients(model, (64, 64, 256))
         assert all(torch.equal(a, b) for a, b in zip(mine, truth, strict=True))
         plan = tide.plan

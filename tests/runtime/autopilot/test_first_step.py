@@ -12,6 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.core.decisions import AccountLine, Prediction
+from lowtide.core.log import Listener
 from lowtide.core.plan import Plan
 from lowtide.runtime.autopilot.measure import StepWatch
 from lowtide.runtime.session.tide import plan_message
@@ -93,7 +94,7 @@ class Net(nn.Module):
 def test_it_is_said_once_and_an_error_has_the_words_of_the_plan() -> None:
     model, said = Net(), []
     memory: Any = {"budget": "1GiB", "min_bytes": 1}
-    with lowtide.optimize(model, memory=memory, engine=VirtualEngine(0), say=said.append):
+    with Listener(said.append), lowtide.optimize(model, memory=memory, engine=VirtualEngine(0)):
         for _ in range(4):
             model(torch.ones(512, 64)).sum().backward()
         lines = [line for line in said if line.startswith("lowtide: step 1: ")]

@@ -22,17 +22,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
+from tests.support.grid import one_of
 from tests.support.independent_count import IndependentCount, state_tensors
 from tests.support.virtual_engine import virtual
 
 WIDTH, ROWS = 32, 16
 NUM_STEPS = 3
 """Of each phase."""
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
 
 
 class Block(nn.Module):
@@ -48,17 +44,18 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, 8)
         self.is_cut = False
         self.num_calls = 0
+        self.order = list(range(4))
 
     def forward(self, x: Tensor, twice: bool = False, scale: float = 1.0) -> Tensor:  # (N, T, WIDTH) -> scalar
         self.num_calls += 1
         inner = x
-        for layer in (*self.layers, *(self.layers if twice else ())):
+        for layer in (*(self.layers[i] for i in self.order), *(self.layers if twice else ())):
             if self.is_cut:
                 inner = x = x.detach().requires_grad_()
             x = layer(x)
@@ -135,7 +132,7 @@ class Phase:
 
 
 def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model.layers[:3].requires_grad_(False)
+    model.layers[:-1].requires_grad_(False)
 
 
 def unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -151,8 +148,9 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def grown(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    new = [Block(), Block()]
+    new = [Block()]
     model.layers.extend(new)
+    model.order += [4, 5]
     optimizer.add_param_group({"params": [p for block in new for p in block.parameters()]})
 
 
@@ -176,12 +174,17 @@ def cut(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.is_cut = True
 
 
+def listed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.order += [0, 1]
+
+
 HABITS: dict[str, tuple[Phase, ...]] = {
     "unfrozen": (Phase(change=freeze), Phase(change=unfreeze), Phase(change=freeze)),
     "first in eval": (Phase(change=evaluating), Phase(change=training)),
     "dropout": (Phase(change=dropping(0.0)), Phase(change=dropping(0.2)), Phase(change=dropping(0.0))),
     "grown": (Phase(), Phase(change=grown)),
     "hooks": (Phase(), Phase(change=hooked)),
+    "a list": (Phase(), Phase(change=listed)),
     "a flag": (Phase(), Phase(called(twice=True)), Phase()),
     "a kernel": (Phase(), Phase(kernel)),
     "input gradients": (Phase(), Phase(with_input_gradient)),
@@ -196,11 +199,11 @@ HABITS: dict[str, tuple[Phase, ...]] = {
 
 
 def trained(
-    phases: tuple[Phase, ...], budget: int | None = None, **memory: Any
+    phases: tuple[Phase, ...], num_layers: int, budget: int | None = None
 ) -> tuple[list[Tensor], list[list[int]], Any]:
     """Losses and weights; the counted peaks of each phase; and the handle, which was removed."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net(num_layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tide = None
     results: list[Tensor] = []
@@ -209,7 +212,7 @@ def trained(
         for number, phase in enumerate(phases):
             phase.change(model, optimizer)
             if budget is not None and tide is None:
-                how: Any = {"memory": {"min_bytes": 1, **memory}, "optimizer": optimizer, "engine": "host"}
+                how: Any = {"memory": {"min_bytes": 1}, "optimizer": optimizer, "engine": virtual(1)}
                 tide = lowtide.optimize(model, budget=budget, **how)
             peaks.append([])
             for step in range(NUM_STEPS):
@@ -235,26 +238,32 @@ _MORE = ("hooks", "input gradients", "two passes of unlike lengths", "two passes
 )
 def test_plans_follow_what_the_loop_does(name: str) -> None:
     phases = HABITS[name]
-    truth, plain, _ = trained(phases)
+    num_layers = 4 if name == "unfrozen" else 2
+    truth, plain, _ = trained(phases, num_layers)
     most = max(max(peaks[1:]) for peaks in plain)
     share = Random(name).choice((0.6, 0.7, 0.85))
     budget = int(share * most)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        results, peaks, tide = trained(phases, budget)
+        results, peaks, tide = trained(phases, num_layers, budget)
     assert all(map(torch.equal, results, truth))
     said = [str(each.message) for each in told if "fits the budget of" in str(each.message)]
     assert len(said) <= len(phases)
     for own in peaks:
-        assert said or max(own[1:]) <= budget, (share, [[round(p / budget, 3) for p in own] for own in peaks])
+        is_seen_late = name == "a list"  # when a step has saved something else
+        assert said or max(own[1 + is_seen_late :]) <= budget, [[round(p / budget, 3) for p in own] for own in peaks]
+    # Several forward passes are seen when the second one comes, and nothing has to be observed for them.
+    assert said or "passes" not in name or "lengths" in name or max(map(max, peaks[1:]), default=0) <= budget
     # What was there before is taken up again, and nothing is planned twice for it.
-    assert len(tide.events) <= 2 * len(phases) + 1, [event.why for event in tide.events]
+    most_events = 2 * len(phases) + 1 + (name in ("first in, first out", "two passes, accumulated"))
+    events = [event.why for event in tide.events if not event.is_correction]
+    assert len(events) <= most_events, events
 
 
 # -- fine-tunings, optimizers, numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", one_of(5, range(5)))
 def test_no_fine_tuning_dies_of_a_length(seed: int) -> None:
     """Texts of drawn lengths, in a budget below the floor of the longest: such steps run, and one warning says so."""
     draw = Random(seed)
@@ -262,11 +271,13 @@ def test_no_fine_tuning_dies_of_a_length(seed: int) -> None:
 
     def run(budget: int | None) -> tuple[list[Tensor], list[str], Any]:
         torch.manual_seed(seed)
-        model = Net()
+        model = Net(num_layers=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         tide = None
         if budget is not None:
-            tide = lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, optimizer=optimizer, engine="host")
+            tide = lowtide.optimize(
+                model, budget=budget, memory={"min_bytes": 1}, optimizer=optimizer, engine=virtual(2)
+            )
         losses = []
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -301,7 +312,7 @@ def test_an_optimizer_that_was_not_given_is_found() -> None:
         other = torch.optim.Adam(foreign.parameters())
         counted = []
         hooks = list(register_optimizer_step_pre_hook.__globals__["_global_optimizer_pre_hooks"])
-        with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine="host") as tide:
+        with lowtide.optimize(model, budget=budget, memory={"min_bytes": 1}, engine=virtual(3)) as tide:
             for number in range(4):
                 count = IndependentCount([state_tensors(model, each) for each in optimizers])
                 with count:

@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -49,8 +48,7 @@ def train(model: nn.Module) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def test_a_budget_has_few(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_budget_has_few() -> None:
     before = alive()
     with lowtide.optimize(model := Net(), budget="1GiB", engine=virtual(1)) as tide:
         train(model)

@@ -31,11 +31,6 @@ from tests.support.virtual_engine import VirtualEngine
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-
-
 class Net(nn.Module):
     """No operator of it is cheap enough to be made again: plans swap, and nothing is tried out."""
 

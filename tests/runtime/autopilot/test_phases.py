@@ -22,11 +22,6 @@ MEMORY = {"min_bytes": 256}
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-
-
 WAYS = {
     (Phase.WAITING, Phase.OBSERVING), (Phase.OBSERVING, Phase.WAITING), (Phase.WAITING, Phase.COMPARED),
     (Phase.WAITING, Phase.SETTLED), (Phase.COMPARED, Phase.SETTLED), (Phase.COMPARED, Phase.WAITING),

@@ -20,11 +20,6 @@ from tests.support.virtual_engine import virtual
 MOST = 96
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-
-
 def of(*shapes: tuple[int, ...], kinds: tuple = ()) -> ShapeBucket:
     return ShapeBucket(shapes, kinds)
 

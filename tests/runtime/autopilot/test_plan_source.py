@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.config.memory import load_memory
-from lowtide.core.codec import Codec
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.pattern import Pattern
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.core.recipe import Codec
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.runtime.autopilot.facts import Facts
@@ -120,7 +120,7 @@ def test_a_recipe_that_did_not_hold_leaves_the_codec_and_a_codec_that_did_not_fi
     nodes = (dataclasses.replace(node, codec=codec if node.name == name else None) for node in profile.nodes)
     profile = dataclasses.replace(profile, nodes=tuple(nodes))
     config = load_memory({"budget": "4GiB", "swap": "none", "keep": ["layers.*.norm.mul", "layers.*.mlp.silu"]})
-    planner = Planner(nn.Linear(1, 1), config, VirtualEngine(0), ALONE, say=print)
+    planner = Planner(nn.Linear(1, 1), config, VirtualEngine(0), ALONE)
     link = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
     planner.facts = Facts(link=link)
     plain = planner.make(profile, 4 << 30)

@@ -17,7 +17,7 @@ from lowtide.engines.host import HostEngine
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
-from lowtide.tensors.kinds import part_of
+from lowtide.tensors.view import part_of
 from tests.engines.sim_device import SimDevice
 from tests.support import zoo
 from tests.support.virtual_engine import VirtualEngine

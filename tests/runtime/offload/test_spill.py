@@ -17,12 +17,14 @@ from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.offload.spill import cushion
 from lowtide.runtime.session.tide import Tide
 from tests.support import zoo
+from tests.support.grid import in_turn
 from tests.support.independent_count import IndependentCount
 from tests.support.virtual_engine import VirtualEngine, virtual
 
 SEED = 4
 KEEP = {"swap": "none", "min_bytes": 0}
 BOTH = {"swap": "none", "recompute": "all", "min_bytes": 0}
+FATES = {"keep": KEEP, "recompute": BOTH}
 NAMES = [name for name in zoo.CASES if name not in ("checkpointed", "llama_checkpointed")]
 
 
@@ -44,9 +46,9 @@ def _spilled(
     return result, stats
 
 
-@pytest.mark.parametrize("name", list(zoo.CASES))
-@pytest.mark.parametrize("memory", [KEEP, BOTH], ids=["keep", "recompute"])
-def test_a_limit_of_nothing_spills_everything_and_changes_no_bit(name: str, memory: dict) -> None:
+@pytest.mark.parametrize(("name", "fate"), in_turn(2, zoo.CASES, FATES))
+def test_a_limit_of_nothing_spills_everything_and_changes_no_bit(name: str, fate: str) -> None:
+    memory = FATES[fate]
     truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=2)
     result, stats = _spilled(zoo.CASES[name], memory, 0, engine=virtual(SEED))
     zoo.assert_same(result, truth)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide.core.log import Listener
 from lowtide.core.recipe import RecipeStep
 from lowtide.errors import ConfigError
 from lowtide.mindformers.collectives import with_own_groups
@@ -123,7 +124,7 @@ def train(rank: int, config: dict | None, how: dict) -> dict[str, Any]:
     model = parallel_llama.build(rank, **how)
     lines: list[str] = []
     counts, is_same = [], []
-    with follow(model, sections_in(config), engine=virtual(7), say=lines.append) as tide:
+    with Listener(lines.append), follow(model, sections_in(config), engine=virtual(7)) as tide:
         for seed, (loss, gradients) in enumerate(truth):
             with Collectives() as seen:
                 got_loss, got = parallel_llama.step(model, seed)
@@ -256,17 +257,15 @@ def train_where_one_rank_fails(rank: int) -> dict[str, Any]:
     truth = [parallel_llama.step(plain, seed) for seed in range(3)]
     model = parallel_llama.build(rank)
     with follow(model, sections_in(recompute(select_comm_recompute=True)), engine=virtual(7)) as tide:
-        make = tide.source.localized
+        use = tide.use
 
-        def make_and_break(*args: Any, **how: Any) -> Any:
-            plan = make(*args, **how)
-            if rank == 0:
-                return plan
-            return plan.with_sites(
-                _broken(site) if site.name == "layers.1.mlp.all_gather_into_tensor" else site for site in plan.sites
-            )
+        def break_and_use(plan: Any, *args: Any, **how: Any) -> Any:
+            if rank == 1:
+                gather = "layers.1.mlp.all_gather_into_tensor"
+                plan = plan.with_sites(_broken(site) if site.name == gather else site for site in plan.sites)
+            return use(plan, *args, **how)
 
-        tide.source.localized = make_and_break
+        tide.use = break_and_use
         is_same = []
         for seed, (loss, gradients) in enumerate(truth):
             with Collectives() as seen:

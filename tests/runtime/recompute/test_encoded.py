@@ -16,6 +16,7 @@ import lowtide
 import lowtide.profiling.smaller
 from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
+from lowtide.core.log import Listener
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
 from lowtide.planner.plan_profile import plan_profile
@@ -345,7 +346,7 @@ def test_a_budget_is_kept_in_the_step_in_which_a_codec_does_not_hold(monkeypatch
 
     want = [run(*each) for each in steps]
     lines: list[str] = []
-    with lowtide.optimize(model, budget=budget, memory=memory, engine="host", say=lines.append) as auto:
+    with Listener(lines.append), lowtide.optimize(model, budget=budget, memory=memory, engine="host") as auto:
         for (levels, seed), truth in zip(steps, want, strict=True):
             with LiveBytes(model=model) as live:
                 if auto.tide is not None:

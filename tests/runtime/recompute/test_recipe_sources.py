@@ -374,13 +374,13 @@ def test_with_a_graph_that_stays_what_was_made_goes_with_its_last_reader() -> No
 
 def test_a_recipe_runs_under_the_settings_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    run = recipes.Program.run
+    run = recipes.CompiledRecipe.run
 
-    def watched(self: recipes.Program, *args: Any) -> Tensor:
+    def watched(self: recipes.CompiledRecipe, *args: Any) -> Tensor:
         seen.append(torch.are_deterministic_algorithms_enabled())
         return run(self, *args)
 
-    monkeypatch.setattr(recipes.Program, "run", watched)
+    monkeypatch.setattr(recipes.CompiledRecipe, "run", watched)
     model = stack(Gated())
     with lowtide.apply(model, plan_with(profiled(model), ALL_MADE), engine=virtual(0)):
         torch.use_deterministic_algorithms(True)

@@ -166,9 +166,13 @@ class Gradient(nn.Module):
 
 def test_under_a_budget_a_layer_that_takes_gradients_by_torch_func_is_refused_by_name() -> None:
     model = nn.Sequential(Gradient(), Gradient())
-    with lowtide.optimize(model, budget="1GiB"), pytest.raises(lowtide.ConfigError) as refused:
-        model(torch.ones(2, WIDTH))
-    assert str(refused.value) == (
+    words = (
         "observe: Sequential uses torch.func (grad, vjp, jacrev or hessian) in its forward, around which PyTorch lets "
         "nobody watch what is saved; train it under rules (lowtide.apply), which leave such a layer alone"
     )
+    with lowtide.optimize(model, budget="1GiB"), pytest.raises(lowtide.ConfigError) as refused:
+        model(torch.ones(2, WIDTH))
+    assert str(refused.value) == words
+    with pytest.raises(lowtide.ConfigError) as refused:
+        lowtide.plan(model, (torch.ones(2, WIDTH),), budget="1GiB", loss=torch.sum)
+    assert str(refused.value) == words

@@ -64,7 +64,7 @@ class Steps:
     ("build", "engine", "num_micro_batches"),
     [
         (gemma2, "host", 3),
-        (bert, virtual(0), 1),
+        pytest.param(bert, virtual(0), 1, marks=pytest.mark.extended),
         pytest.param(gemma2, "host", 1, marks=pytest.mark.extended),
         pytest.param(bert, virtual(0), 3, marks=pytest.mark.extended),
     ],

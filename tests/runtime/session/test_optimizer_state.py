@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.config.memory import load_memory, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
+from lowtide.core.log import Listener
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.optimizer import store
 from lowtide.profiling.observe_step import observe
@@ -93,8 +94,7 @@ def beside_a_file(model: nn.Module, optimizer: Any, engine: str) -> Any:
 
 @pytest.mark.parametrize("engine", [virtual(3), "host"])
 @pytest.mark.parametrize("way", [by_rules, by_a_budget, beside_a_file])
-def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str) -> None:
     model, optimizer = build()
     with way(model, optimizer, engine) as tide:
         losses = train(model, optimizer)
@@ -109,9 +109,8 @@ def test_state_that_is_elsewhere_changes_no_bit(way: Callable, engine: str, tmp_
     assert_plain(everything(losses, model, optimizer))
 
 
-def test_a_budget_that_only_moved_state_can_keep(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_budget_that_only_moved_state_can_keep() -> None:
     """Also for batches of other sizes, which get plans of their own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, optimizer = build(8)
     moved_bytes = STATE_BYTES // 3 * 8
     sizes = (64, 64, 96, 64, 96)
@@ -165,9 +164,8 @@ def test_the_least_that_is_named_holds_the_step_of_the_optimizer_too(optimizer_s
             assert audit is None or audit.peak_bytes <= budget
 
 
-def test_on_autopilot_what_fits_stays(tmp_path: Any, monkeypatch: Any) -> None:
+def test_on_autopilot_what_fits_stays() -> None:
     """Also for batches of other sizes: no step passes the budget, and not all of the state travels."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, optimizer = build(6)
     all_bytes = 2 * STATE_BYTES
     memory = {"min_bytes": "1KiB", "optimizer": "keep"}
@@ -202,9 +200,8 @@ def test_on_autopilot_what_fits_stays(tmp_path: Any, monkeypatch: Any) -> None:
         assert_plain(everything(losses, model, optimizer), sizes, 6)
 
 
-def test_a_plan_that_cannot_be_put_on_is_tried_again(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_plan_that_cannot_be_put_on_is_tried_again(tmp_path: Any) -> None:
     """The first planned forward finds no place for the state: it says so, and so does the next one, until there is."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "swap"
     folder.mkdir()
     model, optimizer = build()
@@ -339,9 +336,8 @@ def test_under_a_budget_an_optimizer_that_cannot_keeps_its_state_or_is_refused_a
     optimizer = OneNorm(model.parameters(), lr=1e-2)
     said: list[str] = []
     memory = {"optimizer": "auto"}
-    with lowtide.optimize(
-        model, budget="64MiB", memory=memory, optimizer=optimizer, engine=virtual(0), say=said.append
-    ) as tide:
+    how: Any = {"memory": memory, "optimizer": optimizer, "engine": virtual(0)}
+    with Listener(said.append), lowtide.optimize(model, budget="64MiB", **how) as tide:
         train(model, optimizer)
         assert tide.optimizer_swap is None
     assert said[0].startswith("lowtide: the optimizer's state stays on the device: lowtide.swap_optimizer: OneNorm ")
@@ -419,7 +415,7 @@ def test_what_leaves_in_the_middle_leaves_at_once() -> None:
 def test_once_state_has_moved_plans_for_all_shapes_count_it_as_moved() -> None:
     model, optimizer = build()
     profile = observe(model, (rows(0),), optimizer=optimizer)
-    source = Planner(model, load_memory({"budget": "1GiB", "optimizer": "auto"}), VirtualEngine(0), ALONE, say=print)
+    source = Planner(model, load_memory({"budget": "1GiB", "optimizer": "auto"}), VirtualEngine(0), ALONE)
     source.facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
     for resident_bytes in (None, 0, STATE_BYTES // 3):  # there is room for all of it
         source.know(resident_state_bytes=resident_bytes)
@@ -434,7 +430,7 @@ def test_plans_for_all_shapes_keep_to_the_host_budget() -> None:
     model, optimizer = build()
     profile = observe(model, (rows(0),), optimizer=optimizer)
     memory = load_memory({"budget": "1GiB", "optimizer": "auto", "host_budget": STATE_BYTES * 2 // 3})
-    source = Planner(model, memory, VirtualEngine(0), ALONE, say=print)
+    source = Planner(model, memory, VirtualEngine(0), ALONE)
     link = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
     source.facts = Facts(link=link, resident_state_bytes=STATE_BYTES // 3)
     plan = source.make(profile, 1 << 30)
@@ -447,7 +443,7 @@ def test_plans_for_all_shapes_keep_to_the_host_budget() -> None:
 def test_where_what_stays_does_not_fit_plans_are_made_without() -> None:
     model, optimizer = build()
     profile = observe(model, (rows(0),), optimizer=optimizer)
-    source = Planner(model, load_memory({"budget": 1024, "optimizer": "swap"}), VirtualEngine(0), ALONE, say=print)
+    source = Planner(model, load_memory({"budget": 1024, "optimizer": "swap"}), VirtualEngine(0), ALONE)
     source.facts = Facts(link=Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9))
     with pytest.raises(lowtide.BudgetError) as caught:
         source.make(profile, 1024)

@@ -112,7 +112,7 @@ def test_a_second_apply_is_refused_wherever_the_first_one_was(llama: nn.Module) 
 def test_what_is_no_eager_module_is_refused() -> None:
     assert refusal(lowtide.apply, [], SWAP) == "lowtide.apply: expected a torch.nn.Module, not list"
     assert refusal(lowtide.apply, nn.DataParallel(nn.Linear(2, 2)), SWAP) == (
-        "lowtide.apply: nn.DataParallel is not supported, its replicas cannot be told apart; use "
+        "lowtide: nn.DataParallel is not supported, its replicas cannot be told apart; use "
         "DistributedDataParallel, one process a device"
     )
     with warnings.catch_warnings():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.core.fate import Fate
+from lowtide.core.log import Listener
 from lowtide.core.plan import Plan
 from lowtide.profiling.smaller import measured_codec
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError, _places_of
@@ -178,7 +179,7 @@ def test_a_budget_has_room_for_batches_that_wait_on_the_device(share: float) -> 
             device.take_peak()  # the observed step is no planned one
 
     memory = {"min_bytes": 0, "swap": "none"}
-    with lowtide.optimize(model, budget=budget_bytes, memory=memory, say=hear) as tide:
+    with Listener(hear), lowtide.optimize(model, budget=budget_bytes, memory=memory) as tide:
         for x, expected in zip(batches, want, strict=True):
             assert same(step(model, x), expected)
             peaks.append(device.take_peak())

@@ -1,0 +1,374 @@
+"""`lowtide plan --model CONFIG.json`: a step of a model plain, checkpointed by hand, and under lowtide, in one table.
+
+What: `settings_of` makes of the command line what a run file would say. `by_hand` has the rows that need no plan: every
+activation kept, every layer checkpointed, every second layer; `of_plan` the row of a plan. `largest` finds for each of
+them the largest batch, or the longest sequence, that fits. Rows by hand have the loss in one piece, as plain training
+has it.
+MFU counts the products of the plain step, whatever runs twice, over what large products reach on the device.
+Cost: two traces for a table, two for each size that is tried (about five). Not covered: more than one micro-batch a
+step; time of the optimizer's step, which is the same in all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lowtide.config.loader import FieldError, Locations
+from lowtide.config.memory import MemoryConfig
+from lowtide.config.run import DataConfig, ModelConfig, OptimizerKind, Precision, RunConfig, TrainConfig
+from lowtide.core.fate import Fate
+from lowtide.core.text_table import align, percent
+from lowtide.errors import BudgetError, ConfigError
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.core.plan import Plan
+    from lowtide.core.profile import Profile
+    from lowtide.planner.optimizer_kinds import Weight
+    from lowtide.timeline.hardware import Hardware
+
+Grown = Literal["batch", "sequence"]
+_BY_HAND = {"plain": None, "every layer checkpointed": 1, "every second layer": 2}
+"""Name of a row -> every which layer runs again."""
+_LOWTIDE = "lowtide"
+_UNIT = {"batch": 1, "sequence": 256}
+"""Sizes that are tried are multiples of it."""
+_MOST_TRIES = 16
+_MOST_UNITS = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One way to run a step, predicted."""
+
+    name: str
+    peak_bytes: int
+    """The least that is possible, where there is no plan."""
+    step_seconds: float | None
+    """Forward and backward; None: no plan fits."""
+    host_bytes: int = 0
+    """Main memory that a rank needs for what is swapped."""
+    fits: bool
+    tokens_per_second: float | None
+    mfu: float | None
+    largest: int | None = None
+    """The largest batch, or the longest sequence, where that was asked for; all other figures are of it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="instead of a run file: a config.json, a folder, or a model of Hugging Face's cache",
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="with --model: sequences in a micro-batch (1)")
+    parser.add_argument("--sequence", type=int, metavar="N", help="with --model: tokens of a sequence (2048)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="with --model: LoRA on all linear layers, with peft")
+    parser.add_argument(
+        "--precision", choices=("bf16", "bf16_autocast", "float32"), help="with --model: as train.precision (bf16)"
+    )
+    parser.add_argument("--largest", choices=("batch", "sequence"), help="find the largest that fits, for each way")
+
+
+_ONLY_WITH_MODEL = ("batch", "sequence", "lora", "precision")
+
+
+def is_of_model(args: argparse.Namespace) -> bool:
+    """Whether a model is asked about, without a run file. Raises `ConfigError` for neither, and for both."""
+    if args.model is None:
+        if args.run is None:
+            raise ConfigError("lowtide plan: give a run file, or --model with a config.json, a folder or a name")
+        for option in _ONLY_WITH_MODEL:
+            if getattr(args, option) is not None:
+                raise ConfigError(f"--{option}: goes with --model; in a run file it is written in its section")
+        return False
+    if args.run is not None:
+        raise ConfigError(f"--model: give either a run file or --model, not both; leave out {args.run}")
+    for option in ("profile", "devices", "cluster", "export"):
+        if getattr(args, option) is not None:
+            raise ConfigError(f"--{option}: needs a run file, and --model is instead of one; leave one of them out")
+    return True
+
+
+def settings_of(args: argparse.Namespace, kind: OptimizerKind) -> RunConfig:
+    """The run that the command line describes, for `lowtide plan`: one micro-batch a step."""
+    precision: Precision = args.precision or "bf16"
+    options = {"batch_size": "--batch", "sequence_length": "--sequence"}
+    if args.lora is not None and args.lora < 1:
+        raise ConfigError(f"--lora: must be at least 1, not {args.lora}")
+    try:
+        return RunConfig(
+            model=ModelConfig(
+                path=Path(args.model).expanduser(),
+                dtype="bfloat16" if precision == "bf16" else "float32",
+                lora=args.lora,
+            ),
+            data=DataConfig(sequence_length=2048 if args.sequence is None else args.sequence),
+            train=TrainConfig(
+                steps=1, batch_size=1 if args.batch is None else args.batch, precision=precision, optimizer=kind
+            ),
+            memory=MemoryConfig(budget="auto"),
+            output_dir=Path("runs"),
+            places=Locations(places={"model": "--model", "data.sequence_length": "--sequence"}),
+        )
+    except FieldError as error:
+        raise ConfigError(f"{options[error.field_name]}: {error.message}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedStep:
+    """A step of a run, traced twice: as plain training runs it, and counted."""
+
+    run: RunConfig
+    hardware: Hardware
+    plain: Profile
+    flops: float
+    """Of the products of forward and backward."""
+    budget_bytes: int
+
+    @classmethod
+    def traced(cls, run: RunConfig, hardware: Hardware, budget_bytes: int, say: Callable[[str], None]) -> AskedStep:
+        from lowtide.cli.run_step import trace_run
+
+        whole = dataclasses.replace(run, memory=MemoryConfig(loss="plain"))
+        counted = trace_run(whole, counting(hardware), say=say)
+        return cls(
+            run=run,
+            hardware=hardware,
+            plain=trace_run(whole, hardware, say=say),
+            flops=sum(counted.op_seconds),
+            budget_bytes=budget_bytes,
+        )
+
+    def by_hand(self, name: str) -> Alternative:
+        """A row of `_BY_HAND`."""
+        from lowtide.planner.rerun_layers import can_rerun
+        from lowtide.report.export import Setting, play_setting
+
+        every = _BY_HAND[name]
+        layers = () if every is None else tuple(can_rerun(self.plain))[::every]
+        played = play_setting(Setting(lines=(), layers=layers), self.plain, link=self.hardware.link)
+        return self._row(name, played.peak_bytes, played.step_seconds)
+
+    def of_plan(self, plan: Plan) -> Alternative:
+        """The row of lowtide's plan, its proofs of recipes included."""
+        assert plan.predicted is not None
+        swapped = sum(site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP)
+        moved = 0 if plan.optimizer is None else plan.optimizer.moved_bytes or 0
+        found = plan.predicted
+        seconds = found.step_seconds + found.check_seconds
+        return self._row(_LOWTIDE, found.peak_bytes, seconds, host_bytes=swapped + moved)
+
+    def refused(self, error: BudgetError) -> Alternative:
+        """The row where no plan fits."""
+        return self._row(_LOWTIDE, error.floor_bytes, None)
+
+    def _row(self, name: str, peak_bytes: int, seconds: float | None, *, host_bytes: int = 0) -> Alternative:
+        rate = self.hardware.flops_per_second
+        fastest = rate.get("float32" if self.run.train.precision == "float32" else "bfloat16", rate["float32"])
+        tokens = self.run.train.batch_size * self.run.data.sequence_length
+        return Alternative(
+            name=name,
+            peak_bytes=peak_bytes,
+            step_seconds=seconds,
+            host_bytes=host_bytes,
+            fits=peak_bytes <= self.budget_bytes and seconds is not None,
+            tokens_per_second=tokens / seconds if seconds else None,
+            mfu=self.flops / seconds / fastest if seconds else None,
+        )
+
+
+def counting(hardware: Hardware) -> Hardware:
+    """A device on which each floating point operation takes a second, and everything else no time."""
+    return dataclasses.replace(
+        hardware,
+        flops_per_second=dict.fromkeys(hardware.flops_per_second, 1.0),
+        attention={"flash": (1.0, 1.0)},
+        ramp_tokens=0.0,
+        memory_bytes_per_second=math.inf,
+        eager_bytes_per_second=math.inf,
+        launch_seconds=0.0,
+        multiprocessors=0,
+    )
+
+
+def by_hand(step: AskedStep) -> list[Alternative]:
+    return [step.by_hand(name) for name in _BY_HAND]
+
+
+# -- the largest that fits -----------------------------------------------------------------------------------------
+
+
+def largest(
+    run: RunConfig,
+    hardware: Hardware,
+    budget_bytes: int,
+    grown: Grown,
+    make: Callable[[RunConfig, int | None], Plan],
+    *,
+    say: Callable[[str], None],
+) -> tuple[AskedStep, list[Alternative]]:
+    """A step of the run, and a row for each way, at the largest size that fits. `make` gives the plan of a run for the
+    budget, or for another number of bytes, and raises `BudgetError`."""
+    steps: dict[int, AskedStep] = {}
+
+    def step_of(size: int) -> AskedStep:
+        if size not in steps:
+            say(f"trying a {grown} of {size:,}")
+            steps[size] = AskedStep.traced(_grown(run, grown, size), hardware, budget_bytes, lambda text: None)
+        return steps[size]
+
+    def floor_of(size: int) -> int:
+        say(f"trying a {grown} of {size:,}")
+        try:
+            made = make(_grown(run, grown, size), 1).predicted
+        except BudgetError as error:
+            return error.floor_bytes
+        assert made is not None
+        return made.peak_bytes
+
+    most = _most(run, grown)
+    rows = []
+    for name in _BY_HAND:
+        size = _search(lambda size, name=name: step_of(size).by_hand(name).peak_bytes, budget_bytes, grown, most)  # type: ignore[misc]
+        rows.append(_at(step_of(size or _UNIT[grown]).by_hand(name), size))
+    size = _search(floor_of, budget_bytes, grown, most)
+    step = step_of(size or _UNIT[grown])
+    try:
+        rows.append(_at(step.of_plan(make(step.run, None)), size))
+    except BudgetError as error:
+        rows.append(_at(step.refused(error), 0))
+    return step, rows
+
+
+def _at(row: Alternative, size: int) -> Alternative:
+    return dataclasses.replace(row, largest=size, fits=row.fits and size > 0)
+
+
+def _grown(run: RunConfig, grown: Grown, size: int) -> RunConfig:
+    if grown == "batch":
+        return dataclasses.replace(run, train=dataclasses.replace(run.train, batch_size=size))
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, sequence_length=size))
+
+
+def _most(run: RunConfig, grown: Grown) -> int:
+    """The largest size that is tried: what the model has positions for."""
+    if grown == "batch":
+        return _MOST_UNITS
+    from lowtide.cli.run_model import model_config
+
+    shortest = _grown(run, grown, 2)
+    positions = getattr(model_config(shortest).get_text_config(), "max_position_embeddings", None)
+    return positions or _MOST_UNITS * _UNIT[grown]
+
+
+def _search(peak: Callable[[int], int], budget_bytes: int, grown: Grown, most: int) -> int:
+    """The largest size whose peak is within the budget; 0 where not even the smallest is. Peaks grow nearly in
+    proportion, so that a straight line through two of them is a good guess."""
+    unit, known = _UNIT[grown], {}
+    low, high = 0, max(most // unit, 1) + 1
+    guess = 1
+    for _ in range(_MOST_TRIES):
+        known[guess] = peak(min(guess * unit, most))
+        if known[guess] <= budget_bytes:
+            low = guess
+        else:
+            high = guess
+        if high - low <= 1:
+            break
+        guess = min(max(_on_line(known, budget_bytes), low + 1), high - 1)
+    return min(low * unit, most)
+
+
+def _on_line(known: dict[int, int], budget_bytes: int) -> int:
+    """Where the line through the two sizes closest to the budget meets it."""
+    if len(known) < 2:
+        return 2
+    one, other = sorted(sorted(known, key=lambda size: abs(known[size] - budget_bytes))[:2])
+    slope = (known[other] - known[one]) / (other - one)
+    return one + int((budget_bytes - known[one]) / slope) if slope > 0 else other * 2
+
+
+# -- what is printed -----------------------------------------------------------------------------------------------
+
+
+def lines(
+    step: AskedStep, rows: Sequence[Alternative], weights: Sequence[Weight], grown: Grown | None, width: int | None
+) -> list[str]:
+    """The question in one line, the table, and what two of its columns are."""
+    notes = ["MFU: of what large products reach on this device, by the products of the plain step"]
+    if any(row.host_bytes for row in rows):
+        notes.append("main memory: what a rank needs of it for what is swapped")
+    table = _table(rows, grown)
+    return [
+        _question(step, weights, grown),
+        f"one {step.hardware.name}, of which the budget is {format_bytes(step.budget_bytes)}; nothing has run",
+        "",
+        *align(table, numeric=tuple(range(1, len(table[0]) - 1)), width=width),
+        "",
+        *notes,
+    ]
+
+
+def _table(rows: Sequence[Alternative], grown: Grown | None) -> list[tuple[str, ...]]:
+    """The head and a line for each row, without columns that have nothing to say."""
+    plain = rows[0].step_seconds
+    lines = []
+    for row in rows:
+        size = {} if grown is None else {f"largest {grown}": f"{row.largest:,}" if row.largest else "none"}
+        over = {"over plain": _over(row.step_seconds, plain)} if grown is None else {}
+        lines.append(
+            {
+                "predicted": row.name,
+                **size,
+                "peak": format_bytes(row.peak_bytes),
+                "step": "-" if row.step_seconds is None else format_seconds(row.step_seconds),
+                **over,
+                "tokens/s": "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+                "MFU": "-" if row.mfu is None else f"{100 * row.mfu:.0f} %",
+                "main memory": format_bytes(row.host_bytes) if row.host_bytes else "-",
+                "": "" if row.fits else "does not fit",
+            }
+        )
+    names = [name for name in lines[0] if name != "main memory" or any(row.host_bytes for row in rows)]
+    return [tuple(names), *(tuple(line[name] for name in names) for line in lines)]
+
+
+def _over(seconds: float | None, plain: float | None) -> str:
+    return "-" if seconds is None or not plain else f"+{percent(seconds / plain - 1)}"
+
+
+def _question(step: AskedStep, weights: Sequence[Weight], grown: Grown | None) -> str:
+    run, count = step.run, sum(weight.count for weight in weights)
+    trained = sum(weight.count for weight in weights if weight.is_trained)
+    sizes = {"batch": f"{run.train.batch_size}", "sequence": f"{run.data.sequence_length:,}"}
+    if grown is not None:
+        sizes[grown] = "?"
+    which = f", {_millions(trained)} of them trained" if trained < count else ""
+    return (
+        f"{step.plain.model} of {_millions(count)} parameters{which}; {sizes['batch']} x {sizes['sequence']} tokens, "
+        f"{run.train.precision}, {run.train.optimizer}"
+    )
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
+
+
+def document(step: AskedStep, rows: Sequence[Alternative], plan: Plan | None) -> dict[str, object]:
+    """The same as plain data."""
+    return {
+        "model": step.plain.model,
+        "batch": step.plain.batch,
+        "device": step.hardware.name,
+        "budget_bytes": step.budget_bytes,
+        "flops": step.flops,
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "digest": None if plan is None else plan.digest(),
+    }

@@ -1,0 +1,211 @@
+"""Advice where no plan fits: what most of the memory is, and the one or two changes that would mend it, planned and
+not guessed.
+
+What: `explained` looks at the worst moment of the least that can be reached, names what is most there (weights,
+gradients, the optimizer's state, the optimizer's step, activations, or the loss and other temporaries), and plans the
+step again with the changes that are about that. What a refusal offered before (larger budgets, half the micro-batch)
+follows.
+
+`Change` is such a change. The planner itself knows those that need no other step: the optimizer's state elsewhere, a
+fused optimizer, recomputing and swapping where rules forbid it. Who has the model, a trace or a run file, offers more:
+half the batch, the loss in slices, other precision, parameters in shards. `with_half_a_batch` estimates what half the
+batch would need from the step itself, for whoever has nothing else.
+
+Cost: at most `MOST_CHANGES` more steps, planned in a second or two each: under ten seconds; a floor of the halved step.
+Not covered: two changes at once; what a change does to training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.core.text_table import percent
+from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.memory_breakdown import gradients_at
+from lowtide.planner.min_peak import floor, quick_floor
+from lowtide.planner.problem import Problem, op_base_bytes, state_bytes
+from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
+from lowtide.timeline.step import Step
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.config.memory import MemoryConfig
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "the optimizer's state"
+STEP, ACTIVATIONS, LOSS = "the optimizer's step", "activations", "the loss and other temporaries"
+KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, STEP, ACTIVATIONS, LOSS)
+MOST_CHANGES = 3
+"""That are planned for one refusal."""
+_MOST_SAID = 2
+_MOST_LINES = 4
+HALF_A_BATCH = "half the micro-batch"
+_WORTHWHILE = 0.98
+"""What half a batch needs, as a share of the whole one's: above this, halving it is no way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a step that may need less."""
+
+    text: str
+    """What to write or do."""
+    helps: frozenset[str]
+    """Which of `KINDS` it makes less of."""
+    profile: Callable[[], Profile | None]
+    """The step with it, of which nothing runs; None where it cannot be had."""
+    config: MemoryConfig | None = None
+    """The memory section with it; None: the one that there is."""
+
+
+PlanAgain = Callable[[Profile, "MemoryConfig"], Plan]
+
+
+def explained(
+    error: BudgetError,
+    problem: Problem,
+    config: MemoryConfig,
+    *,
+    has_gradients: bool,
+    replan: PlanAgain,
+    changes: Sequence[Change] = (),
+) -> BudgetError:
+    """The refusal with what most of the memory is, and with changes that were planned, those that fit first.
+
+    `problem`: the step as it was refused. `replan` plans another step for the same budget, or raises.
+    """
+    kinds = bytes_by_kind(problem, config.host_budget, has_gradients=has_gradients)
+    kind = max(kinds, key=kinds.__getitem__)
+    most = f"most of it is {kind}: {format_bytes(kinds[kind])} of {format_bytes(sum(kinds.values()))}"
+    own = _own_changes(problem.profile, config)
+    planned = list(_planned([one for one in (*own, *changes) if kind in one.helps][:MOST_CHANGES], config, replan))
+    said = [text for _, text in sorted(planned, key=lambda found: not found[0])][:_MOST_SAID]
+    is_half_planned = any(HALF_A_BATCH in text for text in said)
+    before = [text for text in error.suggestions if not (is_half_planned and text.startswith(HALF_A_BATCH))]
+    room = _MOST_LINES - len(said)
+    suggestions = (*said, *(before if len(before) <= room else [*before[: room - 1], before[-1]]))
+    first = str(error).split("\n")[0]
+    lines = [first, f"  {most}", *(f"  - {suggestion}" for suggestion in suggestions)]
+    return BudgetError("\n".join(lines), floor_bytes=error.floor_bytes, suggestions=suggestions)
+
+
+def bytes_by_kind(problem: Problem, host_bytes: int | None, *, has_gradients: bool) -> dict[str, int]:
+    """What is there at the worst moment of the least that can be reached by swapping and recomputing: `KINDS` ->
+    bytes."""
+    arrays = StepArrays.of(problem.step)
+    _, fates, _ = quick_floor(arrays, host_bytes)
+    curve = floor_curve(arrays, Lifetimes.of(arrays, fates))
+    tick = int(curve.argmax())
+    state, base = problem.profile.state, problem.step.ticks[tick].base_bytes
+    is_step = tick >= len(problem.starts) - 1
+    gradients = gradients_at(problem, tick, has_gradients)
+    optimizer = state.optimizer - problem.state_bytes
+    step = state.optimizer_temporaries if is_step else 0
+    kept = _kept_bytes(problem, tick)
+    rest = base - state.parameters - gradients - optimizer - step - kept
+    return {
+        WEIGHTS: state.parameters,
+        GRADIENTS: gradients,
+        OPTIMIZER: optimizer,
+        STEP: step,
+        ACTIVATIONS: int(curve[tick]) - base + kept,
+        LOSS: max(rest, 0),
+    }
+
+
+def _kept_bytes(problem: Problem, tick: int) -> int:
+    """Of activations that nothing but to be kept is left for, which count among a tick's base bytes."""
+    if tick >= len(problem.starts) - 1:
+        return 0
+    profile, items = problem.profile, set(problem.nodes)
+    fixed = {index: node.retained_input is None for index, node in enumerate(profile.nodes) if index not in items}
+    span = slice(problem.starts[tick], problem.starts[tick + 1])
+    base = op_base_bytes(profile, fixed)[span]
+    return int((base - op_base_bytes(profile, {})[span])[base.argmax()])
+
+
+def _own_changes(profile: Profile, config: MemoryConfig) -> Iterator[Change]:
+    """What can be planned from the profile that there is."""
+    state = profile.state
+    if not (config.recomputes_freely and config.swaps_freely):
+        free = dataclasses.replace(config, recompute=None, swap=None)
+        text = "recompute: auto, swap: auto"
+        yield Change(text=text, helps=frozenset({ACTIVATIONS}), profile=lambda: profile, config=free)
+    if config.optimizer == "keep" and state.optimizer_movable:
+        swapped = dataclasses.replace(config, optimizer="swap")
+        helps = frozenset({OPTIMIZER, WEIGHTS, GRADIENTS, ACTIVATIONS, LOSS})
+        yield Change(text="optimizer: swap", helps=helps, profile=lambda: profile, config=swapped)
+    if state.optimizer_temporaries:
+        fused = dataclasses.replace(profile, state=dataclasses.replace(state, optimizer_temporaries=0))
+        yield Change(text="an optimizer with fused=True", helps=frozenset({STEP}), profile=lambda: fused)
+
+
+def _planned(changes: Sequence[Change], config: MemoryConfig, replan: PlanAgain) -> Iterator[tuple[bool, str]]:
+    """Whether it fits with the change, and a sentence."""
+    for change in changes:
+        profile = change.profile()
+        if profile is None:
+            continue
+        try:
+            predicted = replan(profile, change.config or config).predicted
+        except BudgetError as error:
+            yield False, f"with '{change.text}' it needs {format_bytes(error.floor_bytes)} still"
+            continue
+        except ConfigError:
+            continue  # nothing to move, or no room for it
+        assert predicted is not None
+        more = predicted.step_seconds / predicted.plain_seconds - 1 if predicted.plain_seconds else 0.0
+        yield (
+            True,
+            (
+                f"with '{change.text}' it fits: peak {format_bytes(predicted.peak_bytes)}, "
+                f"{format_seconds(predicted.step_seconds)} a step, {percent(more)} over keeping everything"
+            ),
+        )
+
+
+# -- half the batch ----------------------------------------------------------------------------------------------------
+
+
+def with_half_a_batch(error: BudgetError, problem: Problem, config: MemoryConfig, has_gradients: bool) -> BudgetError:
+    """One more way out, where there is one: the batch can be halved, and that needs less."""
+    rows = batch_rows(problem.profile)
+    if rows is None or rows < 2:
+        return error
+    half, _ = floor(half_a_batch(problem, has_gradients=has_gradients), config.host_budget)
+    if half > _WORTHWHILE * error.floor_bytes:
+        return error
+    hint = f"{HALF_A_BATCH}: needs about {format_bytes(half)}"
+    suggestions = (*error.suggestions[:2], hint)
+    text = str(error).split("\n")[0]
+    lines = [text, *(f"  - {suggestion}" for suggestion in suggestions)]
+    return BudgetError("\n".join(lines), floor_bytes=error.floor_bytes, suggestions=suggestions)
+
+
+def batch_rows(profile: Profile) -> int | None:
+    """The least first dimension of the tensors of the batch; None where no tensor has one."""
+    rows = [int(count) for count in re.findall(r"\[(\d+)", profile.batch)]
+    return min(rows, default=None)
+
+
+def half_a_batch(problem: Problem, *, has_gradients: bool) -> Step:
+    """The step with half of all that grows with the batch: activations, temporaries and the batch itself.
+
+    Weights, gradients, optimizer state and the optimizer's step stay as they are. Not exact: a temporary may have the
+    size of a weight.
+    """
+    profile, step = problem.profile, problem.step
+    fixed = state_bytes(profile, has_gradients=has_gradients) - profile.state.inputs - problem.state_bytes
+    ticks = []
+    for number, tick in enumerate(step.ticks):
+        stays = fixed if has_gradients else fixed + gradients_at(problem, number, has_gradients)
+        grows = max(tick.base_bytes - stays, 0) if number < len(problem.starts) - 1 else 0  # not the optimizer's
+        ticks.append(dataclasses.replace(tick, base_bytes=tick.base_bytes - grows // 2))
+    own, state = step.items[: len(problem.nodes)], step.items[len(problem.nodes) :]
+    items = (*(dataclasses.replace(item, nbytes=item.nbytes // 2) for item in own), *state)
+    return dataclasses.replace(step, ticks=tuple(ticks), items=items)

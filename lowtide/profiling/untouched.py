@@ -1,0 +1,192 @@
+"""What an observed step must leave as it was: set aside before it, put back after it.
+
+What: `untouched` puts back what a model and its inputs reach, random states, gradients and torch's own settings.
+`joint_hooks_set_aside` and `grads_set_aside` are for the backward pass.
+`Ends` cuts off graphs that were there before, and leaves them to the backward they wait for. An input may hang on a
+graph of the user's (an embedding outside of the model, its own parameters even, a hidden state of the last call). The
+observed backward pass would run that graph and free it. So each tensor that has one is exchanged, for the time of the
+step, for one of the same bytes whose gradient goes nowhere. Why a function of autograd and not a detached leaf: what
+the model writes to in place must not be a leaf, or a view.
+
+Cost: a walk over what model and inputs reach (tensors/snapshot.py); one node for each tensor that is cut off. Not
+covered: tensors in sets, and where the walk of a snapshot does not come; tensors of subclasses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.tensors.interrupts import to_the_end
+from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.modes import Modes
+from lowtide.tensors.private import TENSOR_HOOKS, gradient_hooks, joint_gradient_hooks, parametrized_weights
+from lowtide.tensors.snapshot import Snapshot, take
+
+
+@contextlib.contextmanager
+def joint_hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Hooks on several leaves at once work under `.backward()` only."""
+    hooks = [(getattr(each, TENSOR_HOOKS[0]), keys) for each in tensors if (keys := joint_gradient_hooks(each))]
+    before = [dict(found) for found, _ in hooks]
+
+    def put_back() -> None:
+        for (found, _), then in zip(hooks, before, strict=True):
+            found.clear()  # for the order of those that stayed
+            found.update(then)
+
+    try:
+        for found, keys in hooks:
+            for key in keys:
+                del found[key]
+        yield
+    finally:
+        to_the_end(put_back)
+
+
+@contextlib.contextmanager
+def grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    if any(gradient_hooks(tensor) for tensor in tensors):
+        raise ConfigError(
+            "observe: the model checkpoints with use_reentrant=True and its parameters have gradient hooks, which an "
+            "observed step would set off; use use_reentrant=False"
+        )
+    before = [tensor.grad for tensor in tensors]
+
+    def put_back() -> None:
+        for tensor, grad in zip(tensors, before):
+            tensor.grad = grad
+
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        yield
+    finally:
+        to_the_end(put_back)
+
+
+@contextlib.contextmanager
+def _parametrized_weights_set_aside() -> Iterator[None]:
+    """What `parametrize.cached()` remembers has graphs, and a backward pass frees them."""
+    found = parametrized_weights()
+    before = dict(found)
+
+    def put_back() -> None:
+        found.clear()
+        found.update(before)
+
+    try:
+        found.clear()
+        yield
+    finally:
+        to_the_end(put_back)
+
+
+def apart(run: Callable[..., Any], **how: Any) -> Any:
+    """`run(**how)`, and what it sets of context variables is forgotten."""
+    return contextvars.copy_context().run(run, **how)
+
+
+def warn(line: str) -> None:
+    warnings.warn(line, stacklevel=2)
+
+
+@contextlib.contextmanager
+def untouched(
+    model: nn.Module, inputs: Any, device: torch.device, tell: Callable[[str], None] = warn
+) -> Iterator[Snapshot]:
+    """What `model` and `inputs` reach, random states, gradients and torch's own settings are afterwards as before.
+
+    `tell` is given a line for what moved on and cannot be put back. Raises ConfigError for a tensor that was written to
+    where no copy of it could be made first.
+    """
+    parameters = list(model.parameters())
+    grads = [parameter.grad for parameter in parameters]
+    devices = {parameter.device for parameter in parameters} | {device}
+    beside = (inputs, [grad for grad in grads if grad is not None])
+    before = take(model, beside=beside, called=True, devices=devices - {torch.device("meta")})
+    filters = list(warnings.filters)
+
+    def put_back() -> None:
+        before.restore()
+        for parameter, grad in zip(parameters, grads):
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        if warnings.filters != filters:
+            warnings.filters[:] = filters  # type: ignore[index]
+
+    try:
+        with (
+            Modes().again(),
+            _parametrized_weights_set_aside(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        ):
+            yield before
+    finally:
+        try:
+            lost, moved = before.lost(), before.moved()
+        finally:
+            to_the_end(put_back)
+        if moved:
+            more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+            tell(
+                f"lowtide: the step that lowtide looked at moved {moved[0]}{more} on, which cannot be wound back, so "
+                "training goes on from there; keep the position as a number if that matters."
+            )
+        if not before.is_whole:
+            tell(
+                f"lowtide: {type(model).__name__} reaches more than 50,000 objects, and lowtide has not looked at all "
+                "of them: those beyond are not put back after the step that it looked at."
+            )
+    if lost:
+        raise ConfigError(
+            f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher), so it cannot "
+            "be put back after the observed step; use lowtide.apply with rules, or write to it by torch's operators"
+        )
+
+
+class Ends:
+    """The graphs that were cut off."""
+
+    def __init__(self, before: Snapshot, like: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """Exchanges tensors in what `before` has found, until it is restored. `like` makes what has the bytes of a
+        tensor in the step; absent: itself."""
+        self.tensors: list[torch.Tensor] = []
+        """Leaves to ask gradients for, so that a backward pass comes as far as these graphs."""
+        self._like = like
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        before.exchange(self.cut)
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor without its graph; itself where it has none."""
+        if tensor.grad_fn is None or not is_plain(tensor):
+            return tensor
+        if id(tensor) not in self._made:
+            end = torch.empty(0, requires_grad=True)
+            self.tensors.append(end)
+            with torch.enable_grad():
+                self._made[id(tensor)] = (
+                    tensor,
+                    _Cut.apply(end, [tensor if self._like is None else self._like(tensor)]),
+                )
+        return self._made[id(tensor)][1]
+
+
+class _Cut(torch.autograd.Function):
+    """Gives out the bytes of a tensor, and takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, end: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        return held[0].data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        return None, None

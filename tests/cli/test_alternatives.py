@@ -1,0 +1,160 @@
+"""`lowtide plan --model`: the rows are those of plans by rules, the largest is the largest, mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lowtide
+from lowtide.cli.main import main
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+}
+NAMES = ["plain", "every layer checkpointed", "every second layer", "lowtide"]
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("tiny.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+
+
+def plan(*arguments: str) -> int:
+    return main(["plan", "--model", "tiny.json", "--hardware", "h100", *arguments])
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+    assert plan("--json", *arguments) in (0, 2)
+    return {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+
+def test_rows_are_those_of_plans_by_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    """This table and `lowtide.plan` with rules give the same figures, and the products are those of the formula."""
+    rows = rows_of(capsys, "--sequence", "512", "--batch", "2", "--budget", "12MiB")
+    assert list(rows) == NAMES
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG, use_cache=False)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(2, 512, dtype=torch.int64, device="meta"))
+    forms = {
+        "plain": {"recompute": "none"},
+        "every layer checkpointed": {"recompute": "all"},
+        "every second layer": {"recompute": ["model.layers.0", "model.layers.2"]},
+    }
+    for name, rules in forms.items():
+        memory = {"swap": "none", "loss": "plain", "keep": [], **rules}
+        if name == "every second layer":
+            memory["keep"] = ["model.layers.1", "model.layers.3"]
+        found = lowtide.plan(model, batch, "1TiB", memory=memory, optimizer=optimizer, hardware="h100").predicted
+        assert found is not None
+        assert rows[name]["peak_bytes"] == pytest.approx(found.peak_bytes, abs=256), name  # one group of weights more
+        assert rows[name]["step_seconds"] == pytest.approx(found.step_seconds, rel=0.01), name
+    own = lowtide.plan(model, batch, "12MiB", optimizer=optimizer, hardware="h100").predicted
+    assert own is not None
+    assert max(rows["lowtide"]["peak_bytes"], own.peak_bytes) <= 12 * 2**20
+    assert [row["fits"] for row in rows.values()] == [row["peak_bytes"] <= 12 * 2**20 for row in rows.values()]
+    tokens = 2 * 512
+    for row in rows.values():
+        assert row["tokens_per_second"] == pytest.approx(tokens / row["step_seconds"])
+    weights = sum(
+        weight.numel() for name, weight in model.named_parameters() if "norm" not in name and "embed" not in name
+    )
+    attention = 3.5 * 4 * 2 * 512**2 * 64 * 4 / 2  # forward once, backward 2.5 times; causal: half of it
+    flops = rows["plain"]["mfu"] * rows["plain"]["step_seconds"] * rate()
+    assert flops == pytest.approx(6 * weights * tokens + attention, rel=0.02)
+
+
+def rate() -> float:
+    from lowtide.timeline.hardware import load_hardware
+
+    return load_hardware("h100").flops_per_second["bfloat16"]
+
+
+def test_the_table_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--sequence", "512", "--lora", "4", "--budget", "auto", "--out", "plan.json") == 0
+    question, device, _, head, *rows, _, note = capsys.readouterr().out.splitlines()
+    assert question == (
+        "PeftModelForCausalLM of 0.2 million parameters, 0.0 million of them trained; 1 x 512 tokens, bf16, adamw"
+    )
+    assert device == "one h100, of which the budget is 70.8 GiB; nothing has run"
+    assert head.split() == ["predicted", "peak", "step", "over", "plain", "tokens/s", "MFU"]
+    assert [row.partition("  ")[0] for row in rows] == NAMES
+    assert note == "MFU: of what large products reach on this device, by the products of the plain step"
+    assert lowtide.Plan.from_json(Path("plan.json").read_text(encoding="utf-8")).does_nothing
+
+
+def test_where_no_plan_fits_the_table_is_there_and_the_refusal_after_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--sequence", "512", "--budget", "1MiB") == 2
+    out, err = capsys.readouterr()
+    (row,) = [line for line in out.splitlines() if line.startswith("lowtide")]
+    assert row.endswith("does not fit")
+    assert "budget 1.0 MiB: no plan fits" in err
+
+
+@pytest.mark.parametrize(("grown", "unit"), [("batch", 1), ("sequence", 256)])
+def test_the_largest_is_the_largest(grown: str, unit: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """It fits, and one more does not."""
+    budget = {"batch": 24, "sequence": 8}[grown]
+    asked = ("--sequence", "256") if grown == "batch" else ("--batch", "1")
+    rows = rows_of(capsys, *asked, "--budget", f"{budget}MiB", "--largest", grown)
+    assert list(rows) == NAMES
+    for name, row in rows.items():
+        assert row["largest"] >= unit and row["fits"] and row["peak_bytes"] <= budget * 2**20, name
+    assert rows["plain"]["largest"] < rows["every layer checkpointed"]["largest"] <= rows["lowtide"]["largest"]
+    names = ("plain", "lowtide")
+    for name in names:
+        size = rows[name]["largest"] + unit
+        if grown == "sequence" and size > CONFIG["max_position_embeddings"]:
+            continue
+        more = rows_of(capsys, *(asked[2:] or asked), f"--{grown}", str(size), "--budget", f"{budget}MiB")
+        assert not more[name]["fits"], name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "lowtide plan: give a run file, or --model with a config.json, a folder or a name"),
+        (["--lora", "4", "run.yaml"], "--lora: goes with --model; in a run file it is written in its section"),
+        (
+            ["run.yaml", "--model", "tiny.json"],
+            "--model: give either a run file or --model, not both; leave out run.yaml",
+        ),
+        (["--model", "tiny.json", "--batch", "0"], "--batch: must be at least 1, not 0"),
+        (["--model", "tiny.json", "--lora", "0"], "--lora: must be at least 1, not 0"),
+        (
+            ["--model", "tiny.json", "--sequence", "4096"],
+            "--sequence: 'data.sequence_length' is 4096, but the model has 1024 positions; lower it or raise "
+            "'model.max_position_embeddings'",
+        ),
+        (
+            ["--model", "org/name"],
+            "--model: org/name is no file and no folder, and not in the cache of Hugging Face on this machine (nothing "
+            "is downloaded); give the path of its config.json",
+        ),
+        (
+            ["--model", "tiny.json", "--devices", "8"],
+            "--devices: needs a run file, and --model is instead of one; leave one of them out",
+        ),
+        (
+            ["--model", "tiny.json", "--largest", "batch", "--out", "f"],
+            "--out: is not for this table; leave it out, or plan the step of a run file",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments, "--hardware", "h100"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == message

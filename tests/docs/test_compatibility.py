@@ -1,0 +1,50 @@
+"""The table of what lowtide works with: nobody is left out, and each row has a test or says that nobody has tried."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lowtide.config.memory import load_memory
+from lowtide.config.source import read_yaml
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+ASKED = (
+    *("Hugging Face's Trainer", "TRL: SFT", "TRL: DPO", "TRL: GRPO", "PEFT: LoRA", "PEFT: QLoRA", "Accelerate"),
+    *("Lightning", "torchtitan", "DeepSpeed", "FSDP1", "FSDP2", "tensor parallelism", "torch.compile: of layers"),
+    *("torch.compile: of the whole model", "Liger", "FlashAttention 2 and 3", "FP8", "context parallelism"),
+    "DataParallel",
+)
+MIGRATE = ("MindSpeed", "MindSpore Transformers", "Megatron-LM", "torchtune", "TRL", "Axolotl", "DeepSpeed")
+
+
+def rows(head: str) -> list[list[str]]:
+    text = PAGE.read_text(encoding="utf-8").partition(head)[2]
+    lines = text.partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_everybody_who_asks_has_a_row() -> None:
+    assert tuple(row[0] for row in rows("| what | | shown by |\n")) == ASKED
+    names = " ".join(row[0] for row in rows("| there | here |\n"))
+    assert all(name in names for name in MIGRATE)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_row_has_its_test_or_says_that_nobody_has_tried(name: str) -> None:
+    """That the test exists, test_readme.py says."""
+    (row,) = [row for row in rows("| what | | shown by |\n") if row[0] == name]
+    is_tried = row[1].startswith(("works", "refused", "torch's"))
+    assert is_tried == bool(re.fullmatch(r"`tests/[\w/]+\.py::test_\w+`", row[2])), row
+    assert is_tried or row[1].startswith("not covered"), row
+
+
+def test_each_line_for_here_is_one_that_lowtide_reads(tmp_path: Path) -> None:
+    settings = [found for row in rows("| there | here |\n") for found in re.findall(r"`(\w+: [^`]+)`", row[1])]
+    assert len(settings) >= 15
+    for text in settings:
+        file = tmp_path / "memory.yaml"
+        file.write_text(f"memory:\n  {text}\n", encoding="utf-8")
+        assert read_yaml(file).entries and load_memory(file) is not None

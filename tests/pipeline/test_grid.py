@@ -1,0 +1,91 @@
+"""Every schedule, every fate, models of transformers: losses, norms, gradients and weights of three steps are those of
+one process, to the bit. A selection that has every pair of settings; `extended` has all combinations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, T5Config
+
+from lowtide.errors import ConfigError
+from lowtide.pipeline.cut_model import cut
+from tests.support import grid_jobs, two_ranks
+from tests.support.grid_jobs import FATES, MODELS, names_of
+from tests.support.zoo import same_bits
+
+Row = tuple[str, str, str]
+"""Model, schedule, fate."""
+
+
+def selected() -> dict[int, list[Row]]:
+    """For 2 and 4 ranks, so few rows that each pair of model, schedule, fate and ranks is in one of them."""
+    every = [(num_ranks, *row) for num_ranks in (2, 4) for row in itertools.product(MODELS, names_of(num_ranks), FATES)]
+    missing = {pair for row in every for pair in pairs(row)}
+    found: dict[int, list[Row]] = {2: [], 4: []}
+    while missing:
+        # Of equally good rows the one on fewer ranks, which costs less.
+        best = max(every, key=lambda row: len(missing.intersection(pairs(row))))
+        found[best[0]].append(best[1:])
+        missing.difference_update(pairs(best))
+    return found
+
+
+def pairs(row: tuple) -> Iterator[tuple]:
+    return itertools.combinations(enumerate(row), 2)
+
+
+def check(rows: list[Row], num_ranks: int, folder: Path) -> None:
+    jobs = [("ran", {"kind": kind, "name": name, "fate": fate}) for kind, name, fate in rows]
+    told = two_ranks.run(grid_jobs.__name__, jobs, folder, num_ranks=num_ranks)
+    wrong = [(row, each) for row, answers in zip(rows, told, strict=True) for each in answers if each]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_selection_with_every_pair_of_settings(num_ranks: int, tmp_path: Path) -> None:
+    check(selected()[num_ranks], num_ranks, tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_combinations(num_ranks: int, kind: str, fate: str, tmp_path: Path) -> None:
+    check([(kind, name, fate) for name in names_of(num_ranks)], num_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("fate", [pytest.param(fate, marks=pytest.mark.extended) for fate in FATES] + ["each"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_rank(kind: str, fate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "each": one fate for each model."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fate = FATES[MODELS.index(kind) % len(FATES)] if fate == "each" else fate
+    assert grid_jobs.ran(0, kind, "one_stage_overlap", fate) == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_stages_together_are_the_model(kind: str) -> None:
+    tokens = grid_jobs.texts_of(0)[0]
+    wanted = grid_jobs.model_of(kind, 4)(tokens).logits
+    output = tokens
+    for stage in grid_jobs.stages_of(kind, 4, 4):
+        output = stage(output)
+    assert same_bits(output, wanted)
+
+
+def test_a_model_with_an_encoder_is_refused() -> None:
+    model = AutoModelForSeq2SeqLM.from_config(
+        T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, vocab_size=8)
+    )
+    with pytest.raises(ConfigError) as caught:
+        cut(model, [range(1), range(1, 2)])
+    assert str(caught.value) == (
+        "pipeline: a model of kind 't5' cannot be cut into stages; known are llama, qwen3_moe, deepseek_v3. Give "
+        "Pipeline stages of your own"
+    )
+    with torch.no_grad():  # and it is a model that runs
+        model(input_ids=torch.tensor([[1, 2]]), decoder_input_ids=torch.tensor([[1]]))
