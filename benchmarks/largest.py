@@ -54,6 +54,7 @@ VARIANTS: list[Variant] = [
     ("torchtune offloading", None),
     ("trl offloading", None),
     ("lowtide", None),
+    ("lowtide, loss in blocks", None),
 ]
 NOTES = (
     "A method with a budget (lowtide) is given the budget; the others have no knob and are measured.",

@@ -269,11 +269,17 @@ def _trl(subject: Subject, setting: float | None, budget_bytes: int | None) -> R
 # -- lowtide -----------------------------------------------------------------------------------------------------------
 
 
-def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None) -> Running:
+BLOCK_ROWS = 512
+"""Of head and loss, where they are in blocks: as many as the batch has that sets the budget of `largest` on a CPU."""
+
+
+def _lowtide(
+    subject: Subject, setting: float | None, budget_bytes: int | None, *, loss: dict[str, int] | None = None
+) -> Running:
     import lowtide
 
     assert budget_bytes is not None
-    memory: dict[str, Any] = {"min_bytes": subject.min_bytes}
+    memory: dict[str, Any] = {"min_bytes": subject.min_bytes, **({} if loss is None else {"loss": loss})}
     memory |= {} if subject.optimizer is None else {"optimizer": "auto"}
     how: Any = {"optimizer": subject.optimizer, "strict": True}
     tide = lowtide.optimize(subject.model, budget=budget_bytes, memory=memory, **how)
@@ -355,5 +361,14 @@ METHODS: Mapping[str, Method] = {
         Method("torch sac_ilp", _sac_ilp, ("torch", "pulp"), needs_budget=True, limit_factor=4),
         Method("lowtide keep", _lowtide_keep, ("lowtide",)),
         Method("lowtide", _lowtide, ("lowtide",), needs_budget=True, limit_factor=2),
+        Method(
+            "lowtide, loss in blocks",
+            functools.partial(_lowtide, loss={"rows": BLOCK_ROWS}),
+            ("lowtide",),
+            is_exact=False,
+            needs_budget=True,
+            limit_factor=2,
+            note=f"head and loss in blocks of {BLOCK_ROWS} rows: the bits of that sum, not plain's",
+        ),
     )
 }

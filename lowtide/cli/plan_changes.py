@@ -1,7 +1,7 @@
 """Changes of a run file that `lowtide plan` tries where no plan fits: each is traced and planned as it would run.
 
-What: half the micro-batch, weights in bf16, the loss in slices, parameters in shards. Only changes that make the
-largest part of the memory smaller are tried (planner/advice.py).
+What: half the micro-batch, weights in bf16, the loss in slices or with its head in blocks, parameters in shards. Only
+changes that make the largest part of the memory smaller are tried (planner/advice.py).
 Cost: a trace for each that is tried. Not covered: plans from a saved profile, which has one step and no model.
 """
 
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lowtide.config.memory import MemoryConfig
+from lowtide.config.memory import BlocksOfRows, MemoryConfig
 from lowtide.config.run import RunConfig
 from lowtide.planner.advice import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lowtide.timeline.hardware import Hardware
 
 _RANKS = (2, 8)
+_ROWS = 16384
 
 
 def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[Change]:
@@ -33,6 +34,10 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
     if traced.loss == "plain" and memory.loss != "auto":
         sliced = dataclasses.replace(memory, loss="auto")
         yield change("memory.loss: auto", (LOSS,), dataclasses.replace(run, memory=sliced))
+    if memory.slices_loss["rows"] is None and train.batch_size * run.data.sequence_length > 2 * _ROWS:
+        blocks = dataclasses.replace(memory, loss=BlocksOfRows(rows=_ROWS))
+        text = f"memory.loss: {{rows: {_ROWS}}}, which has bits of its own"
+        yield change(text, (LOSS,), dataclasses.replace(run, memory=blocks))
     if train.batch_size >= 2:
         half = dataclasses.replace(run, train=dataclasses.replace(train, batch_size=train.batch_size // 2))
         text = f"{HALF_A_BATCH}, train.batch_size: {train.batch_size // 2}"

@@ -14,7 +14,9 @@
       preset: balanced                       # instead of a budget: fastest | balanced | smallest
       strict: true                           # BudgetError for shapes that no plan fits, not the smallest plan
 
-      loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit
+      loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit;
+                                               # or {rows: 16384}: head and loss in blocks of so many rows
+      mlp: {rows: 16384}                       # MLPs in blocks of so many rows
       optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps
 
 Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
@@ -67,6 +69,18 @@ class SwapRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksOfRows:
+    """Head and loss, or MLPs, in blocks of rows."""
+
+    rows: int
+    """Of a block. The bits of steps with more rows depend on it."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise FieldError("rows", f"must be 1 or more, not {self.rows}; write e.g. rows: 16384")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
     """The `memory` section as written. Sizes are bytes per rank."""
 
@@ -89,9 +103,13 @@ class MemoryConfig:
     """Patterns that are kept whatever `recompute` and `swap` say."""
     optimizer: Literal["keep", "swap", "auto"] = "keep"
     """swap: the state is on the next tier between steps. auto: as far as a budget asks for it and time allows it."""
-    loss: Literal["auto", "sliced", "plain"] | None = None
+    loss: Literal["auto", "sliced", "plain"] | BlocksOfRows | None = None
     """sliced: the row-wise part of the loss in slices of rows, with the same bits. auto: where the model's loss is one
-    that lowtide knows. Absent: auto with a budget, plain without."""
+    that lowtide knows. Absent: auto with a budget, plain without. `rows`: head and loss in blocks of so many rows, so
+    that logits never exist whole; the weight's gradient is then the sum of the blocks' (loss/head.py)."""
+    mlp: BlocksOfRows | None = None
+    """MLPs in blocks of so many rows, so that nothing as wide as they are exists for all rows; the gradients of their
+    weights are then the sums of the blocks' (loss/mlp.py)."""
     min_bytes: ByteSize | None = None
     """Storages smaller than this are kept. Absent: 1 MiB, or less where a budget meets a model whose activations are
     smaller (planner/problem.py); rules that move nothing for it are named."""
@@ -152,10 +170,13 @@ class MemoryConfig:
         return self.has_budget and self.swap in (None, "auto")
 
     @property
-    def slices_loss(self) -> dict[str, bool]:
-        """`may`: whether the loss is to be sliced where the model's can be. `must`: it is a mistake where it cannot."""
-        may = self.loss in ("auto", "sliced") or (self.loss is None and self.has_budget)
-        return {"may": may, "must": self.loss == "sliced"}
+    def slices_loss(self) -> dict[str, Any]:
+        """`may`: whether the loss is to be sliced where the model's can be. `must`: it is a mistake where it cannot.
+        `rows`: of the blocks of head and loss. `mlp_rows`: of those of MLPs."""
+        rows = self.loss.rows if isinstance(self.loss, BlocksOfRows) else None
+        may = rows is not None or self.loss in ("auto", "sliced") or (self.loss is None and self.has_budget)
+        mlp_rows = None if self.mlp is None else self.mlp.rows
+        return {"may": may, "must": rows is not None or self.loss == "sliced", "rows": rows, "mlp_rows": mlp_rows}
 
     def rules(self) -> Rules:
         """The rules in the order recompute, swap, keep; raises `ConfigError` for a malformed pattern."""

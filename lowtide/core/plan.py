@@ -23,7 +23,7 @@ import hashlib
 import html
 import itertools
 import json
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +43,7 @@ _NOTICED = 0.0005
 _FATES = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
 _OUTSIDE = "outside layers"
 _FITS = "fits"
+_DECLARED = "as declared (one block has the bits of the whole)"
 _LOSS = "loss: sliced (its rows in slices, the same bits)"
 _TOO_SMALL = "smaller than min_bytes"
 _VERBS = {Fate.RECOMPUTE: "recomputed", Fate.SWAP: "away and back"}
@@ -71,6 +72,10 @@ class Plan:
     account: tuple[AccountLine, ...] = ()
     loss: str = "plain"
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
+    loss_rows: int | None = None
+    """Of a block of head and loss (`memory.loss: {rows: ...}`), on which the bits depend; None: the head is whole."""
+    mlp_rows: int | None = None
+    """Of a block of an MLP (`memory.mlp`), likewise."""
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: it stays where it is."""
     audited_peak_bytes: int | None = None
@@ -84,7 +89,7 @@ class Plan:
     def does_nothing(self) -> bool:
         """True when every activation is kept (no rule says otherwise, or none of the observed sites is affected), and
         all of the optimizer's state, and the loss is plain."""
-        if self.loss != "plain" or (self.optimizer is not None and self.optimizer.moves):
+        if self.loss != "plain" or self.mlp_rows is not None or (self.optimizer is not None and self.optimizer.moves):
             return False
         if self.sites:
             return all(site.fate is Fate.KEEP and site.codec is None for site in self.sites)
@@ -102,10 +107,15 @@ class Plan:
             "sites": [_agreed(site) for site in self.sites] if self.is_solved else [],
             **({} if self.check == "full" else {"check": self.check}),
             **({} if self.loss == "plain" else {"loss": self.loss}),
+            **self._rows(),
             **({} if self.optimizer is None or not self.optimizer.moves else {"optimizer": self.optimizer.overlap}),
         }
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def _rows(self) -> dict[str, int]:
+        rows = {"loss_rows": self.loss_rows, "mlp_rows": self.mlp_rows}
+        return {key: number for key, number in rows.items() if number is not None}
 
     def to_json(self) -> str:
         """JSON text with two-space indentation and a fixed order of keys; `Plan.from_json` gives back an equal plan."""
@@ -121,6 +131,7 @@ class Plan:
             "is_solved": self.is_solved,
             "check": self.check,
             "loss": self.loss,
+            **self._rows(),
             "budget_bytes": self.budget_bytes,
             "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
             "account": [dataclasses.asdict(line) for line in self.account],
@@ -195,8 +206,7 @@ def plan_table(plan: Plan, width: int | None = None) -> str:
         lines = [f"plan {plan.digest()}: {promise}", *others, ", ".join(_contents(plan))]
     if plan.does_nothing:
         lines.append(f"This plan does nothing: {'everything fits' if plan.is_solved else 'every activation is kept'}.")
-    if plan.loss != "plain":
-        lines.append(_LOSS)
+    lines += _lines_about_rows(plan)
     if plan.optimizer is not None:
         lines += plan.optimizer.lines()
     if plan.is_solved and any(site.recipe is not None for site in plan.sites):
@@ -219,6 +229,15 @@ def notebook_html(title: str, plan: Plan | None) -> str:
     text = "no plan yet: it is made in the first step" if plan is None else plan_table(plan)
     style = "overflow-x: auto; white-space: pre; line-height: 1.35"
     return f'<b>{html.escape(title)}</b><pre style="{style}">{html.escape(text)}</pre>'
+
+
+def _lines_about_rows(plan: Plan) -> Iterator[str]:
+    if plan.loss_rows is not None:
+        yield f"loss: head and loss in blocks of {plan.loss_rows} rows, {_DECLARED}"
+    elif plan.loss != "plain":
+        yield _LOSS
+    if plan.mlp_rows is not None:
+        yield f"mlp: in blocks of {plan.mlp_rows} rows, {_DECLARED}"
 
 
 def _check_line(plan: Plan) -> str:

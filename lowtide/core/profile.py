@@ -175,6 +175,10 @@ class Profile:
     """Calls in the forward pass that wait for other ranks."""
     loss: str = "plain"
     """'sliced' where the loss was taken in slices of rows (`memory.loss`)."""
+    loss_rows: int | None = None
+    """Of a block of head and loss, where that was asked for."""
+    mlp_rows: int | None = None
+    """Of a block of an MLP, likewise."""
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -1,4 +1,4 @@
-"""The sliced loss in a model of transformers, for `memory.loss`.
+"""The sliced loss in a model of transformers, and head and loss in declared blocks, for `memory.loss`.
 
 What: such models call `self.loss_function(logits, labels, vocab_size=..., ...)`, a property that anybody may set.
 `attach` sets it to a `SlicedLoss`, which gives the same loss and gradients to the bit (cross_entropy.py) and asks the
@@ -12,12 +12,18 @@ transformers in which it means something else.
 Logits that are a DTensor with its words spread over ranks are taken in slices where the model's own loss would leave
 them there, under torch's `loss_parallel` (parallel.py); elsewhere the model's own function gathers them, and does so
 here too.
+With `rows`, a batch of more rows than one block has head and loss in blocks (head.py). The head is called all the same,
+with no rows, and gives logits of no rows, which the model scales as it does; from their graph is read what is done to
+logits before the loss. So the output's `logits` are empty then. Smaller batches, and steps without labels or without
+gradients, go as without `rows`: one block has plain's bits.
 Not covered: models that compute their loss without `loss_function` (bart, t5, whisper, ...); losses written by a user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +34,8 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import ROWS_STEP, name_of, saves_memory, sliced_cross_entropy
+from lowtide.loss.head import FORWARD, TANH, Step, head_cross_entropy, why_not_in_blocks
+from lowtide.loss.mlp import MlpsInBlocks, mlp_rows_of
 from lowtide.loss.parallel import are_words_spread, dtensor_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
@@ -38,6 +46,7 @@ from lowtide.tensors.private import (
     has_loss_function,
     is_forward_mode,
     is_loss_parallel,
+    number_in_graph,
 )
 from lowtide.tensors.wrappers import inside, is_distributed
 
@@ -51,9 +60,10 @@ Key = tuple[torch.device, torch.dtype, int]
 class SlicedLoss:
     """What stands in for the `loss_function` of one model. Called as that is; gives what that gives."""
 
-    def __init__(self, plain: Callable[..., torch.Tensor], *, shifts: bool) -> None:
+    def __init__(self, plain: Callable[..., torch.Tensor], *, shifts: bool, blocks: HeadInBlocks | None = None) -> None:
         self._plain = plain
         self._shifts = shifts
+        self.blocks = blocks
         self._keeps_bits: dict[Key, bool] = {}
         self.was_sliced = False
         """Of the last call."""
@@ -65,6 +75,9 @@ class SlicedLoss:
         if torch.compiler.is_compiling():  # a compiler that fuses the whole loss has slices of its own
             return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         self.was_called = True
+        if self.blocks is not None and self.blocks.is_waiting:
+            self.was_sliced = True
+            return self._loss_of(self.blocks.loss_of(logits), labels, **more)
         shifted = more.get("shift_labels") if self._shifts else None
         read = labels if shifted is None else shifted
         self.was_sliced = self._is_worth(logits, vocab_size) and self._covers(logits, read, vocab_size)
@@ -81,11 +94,26 @@ class SlicedLoss:
         logits: torch.Tensor,
         labels: torch.Tensor,
         vocab_size: int,
+        slice_rows: int | None = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        loss_of_rows = dtensor_cross_entropy if is_distributed(logits) else sliced_cross_entropy
+        # A part of the logits need not be contiguous; the plain loss gets a copy from its upcast.
+        rows = logits.reshape(-1, vocab_size)
+
+        def loss_of(target: torch.Tensor, **how: Any) -> torch.Tensor:
+            return loss_of_rows(rows, target.to(logits.device), slice_rows=slice_rows, **how)
+
+        return self._loss_of(loss_of, labels, **more)
+
+    def _loss_of(
+        self,
+        loss_of: Callable[..., torch.Tensor],
+        labels: torch.Tensor,
         *,
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
-        slice_rows: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
         if self._shifts and shift_labels is None:
@@ -93,16 +121,8 @@ class SlicedLoss:
         elif self._shifts:
             assert shift_labels is not None
             labels = shift_labels
-        loss_of_rows = dtensor_cross_entropy if is_distributed(logits) else sliced_cross_entropy
-        loss = loss_of_rows(
-            # A part of the logits need not be contiguous; the plain loss gets a copy from its upcast.
-            logits.reshape(-1, vocab_size),
-            labels.reshape(-1).to(logits.device),
-            ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
-            upcast=True,
-            slice_rows=slice_rows,
-        )
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = loss_of(labels.reshape(-1), ignore_index=ignore_index, reduction=reduction, upcast=True)
         if num_items_in_batch is None:
             return loss
         if isinstance(num_items_in_batch, torch.Tensor):
@@ -151,6 +171,126 @@ class SlicedLoss:
         return True
 
 
+class HeadInBlocks:
+    """Keeps the head of a model from making more logits than one block, and what it would have read for the loss."""
+
+    _signature: inspect.Signature | None = None
+    """Of the model's `forward`; None: this does nothing."""
+
+    def __init__(self, owner: Any, rows: int) -> None:
+        self.rows = rows
+        self._head = owner.get_output_embeddings()
+        self._signature = inspect.signature(owner.forward)
+        self._forward = _Forward()
+        self._hooks = [
+            owner.register_forward_pre_hook(self._open, with_kwargs=True),
+            owner.register_forward_hook(self._close, always_call=True),
+            self._head.register_forward_pre_hook(self._cut),
+            self._head.register_forward_hook(self._see, prepend=True),  # what others do to its output comes after it
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model, or a file of it, has the plain loss, and hooks that do nothing."""
+        return object.__new__, (HeadInBlocks,)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the head's input of this forward pass waits for the loss."""
+        return self._forward.output is not None
+
+    def loss_of(self, logits: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """The loss of the head's input, by target; `logits` are those of no rows that the loss was called with."""
+        hidden, output = self._forward.hidden, self._forward.output
+        assert hidden is not None and output is not None
+        steps = _steps_between(output, logits)
+        self._forward.hidden = self._forward.output = None
+
+        def loss_of(target: torch.Tensor, **how: Any) -> torch.Tensor:
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            if len(target) != len(rows):
+                raise ConfigError(
+                    f"memory.loss: rows: the head was given {len(rows)} rows and the loss {len(target)} labels, so it "
+                    "is not the loss of all that the head gives; write loss: sliced"
+                )
+            return head_cross_entropy(rows, self._head, target.to(rows.device), rows=self.rows, steps=steps, **how)
+
+        return loss_of
+
+    def _open(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._signature is None or getattr(owner.loss_function, "blocks", None) is not self:
+            return
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        has_labels = any(given.get(name) is not None for name in ("labels", "shift_labels"))
+        self._forward.is_open = has_labels and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+    def _close(self, owner: Any, args: tuple[Any, ...], output: Any) -> None:
+        if self._signature is None:
+            return
+        is_left = self.is_waiting
+        self._forward.is_open, self._forward.hidden, self._forward.output = False, None, None
+        if is_left and output is not None:
+            raise ConfigError(
+                f"memory.loss: rows: {type(owner).__name__} was given labels and has not called its loss_function with "
+                "them; write loss: sliced"
+            )
+
+    def _cut(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._signature is None or not self._forward.is_open:
+            return None
+        (hidden,) = args
+        needs_gradient = hidden.requires_grad or any(each.requires_grad for each in head.parameters())
+        if not needs_gradient or hidden.numel() // hidden.shape[-1] <= self.rows:
+            return None
+        if are_transforms_active() or is_forward_mode() or is_distributed(hidden):
+            raise ConfigError(
+                "memory.loss: rows: torch.func, forward-mode derivatives and hidden states that are spread over ranks "
+                "are not covered; write loss: sliced"
+            )
+        self._forward.hidden = hidden
+        return (hidden[..., :0, :],)
+
+    def _see(self, head: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        if self._signature is not None and self._forward.hidden is not None:
+            self._forward.output = output
+
+
+class _Forward(threading.local):
+    """One forward pass of a model, in the thread that runs it."""
+
+    is_open = False
+    """Whether it has labels, and there is to be a gradient."""
+    hidden: torch.Tensor | None = None
+    """What the head was given, where it is more than one block, until the loss."""
+    output: torch.Tensor | None = None
+    """What the head gave for no rows."""
+
+
+def _steps_between(output: torch.Tensor, logits: torch.Tensor) -> tuple[Step, ...]:
+    """What a model does between its head's output and its loss, which must work on each number by itself."""
+    steps: list[Step] = []
+    node = logits.grad_fn
+    while node is not output.grad_fn:
+        before = [] if node is None else [each for each, _ in node.next_functions if each is not None]
+        name = "nothing that autograd sees" if node is None else node.name()
+        is_upcast = name == "ToCopyBackward0" and not steps and logits.dtype is torch.float32
+        number = number_in_graph(node)
+        is_known = name in FORWARD and (name == TANH or (number is not None and number.numel() == 1))
+        if len(before) != 1 or not (is_upcast or is_known):
+            raise ConfigError(
+                f"memory.loss: rows: between its head and its loss this model does {name.removesuffix('Backward0')}, "
+                "which is not known to work on each number by itself; write loss: sliced"
+            )
+        if not is_upcast:
+            steps.append((name, number))
+        node = before[0]
+    return tuple(reversed(steps))
+
+
 def _itself(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return plain
 
@@ -158,15 +298,18 @@ def _itself(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 class LossHandle:
     """The sliced loss in force, until `remove()`."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, rows: int | None) -> None:
         self._owner = owner
         self._had_own = has_loss_function(owner)
         self._plain = owner.loss_function
-        self.loss = SlicedLoss(self._plain, shifts=_SHIFTS[self._plain.__name__])
+        blocks = None if rows is None else HeadInBlocks(owner, rows)
+        self.loss = SlicedLoss(self._plain, shifts=_SHIFTS[self._plain.__name__], blocks=blocks)
         owner.loss_function = self.loss
 
     def remove(self) -> None:
         """Put the model's own function back, unless somebody has set another since. Idempotent."""
+        if self.loss.blocks is not None:
+            self.loss.blocks.remove()
         if self._owner.loss_function is not self.loss:
             return
         if self._had_own:
@@ -176,9 +319,10 @@ class LossHandle:
 
 
 def loss_of(model: nn.Module) -> str:
-    """'sliced' where the last forward pass took its loss in slices, else 'plain'."""
+    """'sliced' where the last forward pass took its loss in slices or would have taken a longer batch's in blocks, else
+    'plain'."""
     loss = _sliced_loss_of(model)
-    return "sliced" if loss is not None and loss.was_sliced else "plain"
+    return "sliced" if loss is not None and (loss.was_sliced or loss.blocks is not None) else "plain"
 
 
 def _sliced_loss_of(model: nn.Module) -> SlicedLoss | None:
@@ -187,22 +331,50 @@ def _sliced_loss_of(model: nn.Module) -> SlicedLoss | None:
     return loss if isinstance(loss, SlicedLoss) else None
 
 
+class AttachedLoss:
+    """What stands in a model for `memory.loss` and `memory.mlp`, until `remove()`."""
+
+    def __init__(self, loss: LossHandle | None, mlps: MlpsInBlocks | None) -> None:
+        self.loss = loss
+        self.mlps = mlps
+
+    def remove(self) -> None:
+        """The model's own again. Idempotent."""
+        for each in (self.loss, self.mlps):
+            if each is not None:
+                each.remove()
+
+
+def loss_rows_of(model: nn.Module) -> int | None:
+    """The rows of a block of head and loss, where they are in force."""
+    loss = _sliced_loss_of(model)
+    return None if loss is None or loss.blocks is None else loss.blocks.rows
+
+
 @contextlib.contextmanager
-def sliced_where(model: nn.Module, *, may: bool, must: bool) -> Iterator[None]:
-    """Inside, the loss is sliced if it may be and can be. `must`: raises `ConfigError` where it cannot be."""
-    handle = attach_where(model, may=may, must=must)
+def sliced_where(model: nn.Module, **how: Any) -> Iterator[None]:
+    """Inside, `attach_where(model, **how)`."""
+    attached = attach_where(model, **how)
     try:
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        if attached is not None:
+            attached.remove()
 
 
-def attach_where(model: nn.Module, *, may: bool, must: bool) -> LossHandle | None:
-    """`attach` if the loss may be sliced and can be; None else, and where it is sliced already."""
-    if not may or _sliced_loss_of(model) is not None or (not must and why_not(model)):
-        return None
-    return attach(model)
+def attach_where(
+    model: nn.Module, *, may: bool, must: bool, rows: int | None = None, mlp_rows: int | None = None
+) -> AttachedLoss | None:
+    """The loss in slices, or with `rows` in blocks, if it may be and can be; `must`: raises `ConfigError` where it
+    cannot be. `mlp_rows`: MLPs in blocks. None where that is nothing, and for what is in force already."""
+    is_plain = not may or _sliced_loss_of(model) is not None or (not must and why_not(model))
+    mlps = None if mlp_rows is None or mlp_rows_of(model) is not None else MlpsInBlocks(model, mlp_rows)
+    try:
+        loss = None if is_plain else attach(model, rows)
+    except ConfigError:
+        AttachedLoss(None, mlps).remove()
+        raise
+    return None if loss is None and mlps is None else AttachedLoss(loss, mlps)
 
 
 def why_not(model: nn.Module) -> str:
@@ -220,12 +392,19 @@ def why_not(model: nn.Module) -> str:
     return ""
 
 
-def attach(model: nn.Module) -> LossHandle:
-    """Slice the loss of `model` until `remove()` of the handle. Raises `ConfigError` where `why_not` has a reason."""
+def attach(model: nn.Module, rows: int | None = None) -> LossHandle:
+    """Slice the loss of `model` until `remove()` of the handle; with `rows`, head and loss in blocks of so many. Raises
+    `ConfigError` where `why_not` has a reason, and for a head that `why_not_in_blocks` refuses."""
     reason = why_not(model)
     if reason:
         raise ConfigError(f"memory.loss: this model's loss cannot be sliced: {reason}; write loss: plain")
-    return LossHandle(_owner_of(model))
+    owner = _owner_of(model)
+    reason = "" if rows is None else why_not_in_blocks(owner.get_output_embeddings())
+    if reason:
+        raise ConfigError(
+            f"memory.loss: rows: this model's head cannot be taken in blocks: {reason}; write loss: sliced"
+        )
+    return LossHandle(owner, rows)
 
 
 def _owner_of(model: nn.Module) -> Any:

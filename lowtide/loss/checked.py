@@ -25,6 +25,7 @@ from lowtide.loss.cross_entropy import (
     sliced_cross_entropy,
     whole_cross_entropy,
 )
+from lowtide.loss.head import head_cross_entropy, why_not_in_blocks
 from lowtide.loss.parallel import VocabularyPart, dtensor_cross_entropy, parallel_cross_entropy
 from lowtide.loss.self_test import same_bits
 from lowtide.tensors.kinds import is_plain
@@ -47,6 +48,8 @@ def cross_entropy(
     upcast: bool = False,
     group: Any = None,
     first_word: int | None = None,
+    head: torch.nn.Linear | None = None,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy(logits, labels, ...)` in slices of rows: the loss and the gradient of the
     logits are the same to the bit, in a third of the memory (loss/cross_entropy.py).
@@ -61,6 +64,10 @@ def cross_entropy(
     process `group`: `[rows, words of this rank]`, from `first_word` on (absent: all ranks have equally many). The loss
     is that of the whole vocabulary on every rank, to the bit that of torch's `loss_parallel`, with two all-reduces in
     place of three (loss/parallel.py). Collective.
+
+    With `head` and `rows`, it is the loss of `head(logits)`: what is given is what the head reads, `[rows, width]`, and
+    head and loss are taken in blocks of so many rows, so that logits never exist whole. The gradient of the head's
+    weight is the sum of the blocks', in order; its bits depend on `rows` (loss/head.py).
     """
     for name, value in (("logits", logits), ("labels", labels), *([] if weight is None else [("weight", weight)])):
         if not isinstance(value, torch.Tensor):
@@ -72,6 +79,24 @@ def cross_entropy(
         raise wrong_argument(_CALL, "ignore_index", "a whole number", ignore_index)
     check_group(group, _CALL)
     check(logits, labels, reduction)
+    if head is not None or rows is not None:
+        if group is not None or is_distributed(logits) or weight is not None:
+            raise ConfigError(
+                "lowtide.cross_entropy: a weight of classes and words that are spread over ranks are not covered in "
+                "blocks of rows; leave head and rows out"
+            )
+        linear, num_rows = _blocks(head, rows)
+        return head_cross_entropy(
+            logits,
+            linear,
+            labels,
+            rows=num_rows,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            upcast=upcast,
+        )
     check_factors(label_smoothing, z_loss)
     if (first_word is not None and group is None) or (group is not None and is_distributed(logits)):
         raise ConfigError(
@@ -97,6 +122,22 @@ def cross_entropy(
         whole = logits.float() if upcast and logits.dtype.itemsize < 4 else logits
         return whole_cross_entropy(whole, labels, weight=weight, ignore_index=ignore_index, **how)
     return sliced_cross_entropy(logits, labels, ignore_index=ignore_index, upcast=upcast, **how)
+
+
+def _blocks(head: torch.nn.Linear | None, rows: int | None) -> tuple[torch.nn.Linear, int]:
+    """Both. Raises `ConfigError` where one is missing or not covered."""
+    if head is None or rows is None:
+        raise ConfigError(
+            "lowtide.cross_entropy: head and rows go together: in blocks of rows the head's matmul is part of the "
+            "loss; give both (and what the head reads in place of logits), or neither"
+        )
+    if isinstance(rows, bool) or not isinstance(rows, int):
+        raise wrong_argument(_CALL, "rows", "a whole number", rows)
+    if rows < 1:
+        raise ConfigError(f"lowtide.cross_entropy: rows must be 1 or more, not {rows}")
+    if reason := why_not_in_blocks(head):
+        raise ConfigError(f"lowtide.cross_entropy: this cannot be taken in blocks of rows: {reason}")
+    return head, rows
 
 
 _Asked = tuple[bool, bool, bool]

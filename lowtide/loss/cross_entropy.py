@@ -56,8 +56,13 @@ _FEWEST_SLICES = 4
 """With fewer, those that are alive at once are as large as what they save."""
 
 
+Rows = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Of each row: the log-probability of its word, and if asked the sum of those of all words, and the logarithm of the
+sum of exponentials."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Slicing:
+class Slicing:
     dtype: torch.dtype
     """Of the log-probabilities."""
     num_rows: int
@@ -97,19 +102,37 @@ def sliced_cross_entropy(
     words = target.masked_fill(is_ignored, 0)
     check_names(words, logits.shape[1])
     is_cast = dtype != logits.dtype
-    slicing = _Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss) and is_cast)
+    slicing = Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss) and is_cast)
     picked, total, log_sum = _OfRows.apply(logits, words, slicing)
     if z_loss and not is_cast:
         # Autograd adds up the gradients of all that reads the same logits in its own order, and what reads them after
         # this loss comes before both of its parts. An upcast copy is read by these two alone.
         log_sum = _LogSum.apply(logits, num_rows)
-    # What follows is on vectors of rows, by the operators that the whole would use. Each row has one word left, 0.
-    only_word = torch.zeros_like(target).masked_fill(is_ignored, _IGNORED)
+    return loss_of_rows(
+        (picked, total, log_sum),
+        is_ignored,
+        num_words=logits.shape[1],
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+
+
+def loss_of_rows(
+    made: Rows, is_ignored: torch.Tensor, *, num_words: int, reduction: str, label_smoothing: float, z_loss: float
+) -> torch.Tensor:
+    """The loss from what there is of each row, by the operators that the whole would use: all on vectors of rows."""
+    picked, total, log_sum = made
+    only_word = torch.zeros_like(is_ignored, dtype=torch.int64).masked_fill(is_ignored, _IGNORED)  # each row has one, 0
     loss = F.nll_loss(picked[:, None], only_word, ignore_index=_IGNORED, reduction=reduction)
     if label_smoothing:
+        assert total is not None
         smooth = _reduced((-total).masked_fill(is_ignored, 0.0), is_ignored, reduction)
-        loss = (1 - label_smoothing) * loss + smooth * (label_smoothing / logits.shape[1])
-    return loss + z_loss * square_of_log_sums(log_sum, is_ignored, reduction) if z_loss else loss
+        loss = (1 - label_smoothing) * loss + smooth * (label_smoothing / num_words)
+    if not z_loss:
+        return loss
+    assert log_sum is not None
+    return loss + z_loss * square_of_log_sums(log_sum, is_ignored, reduction)
 
 
 def whole_cross_entropy(
@@ -191,21 +214,13 @@ class _OfRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, words: torch.Tensor, slicing: _Slicing
+        ctx: Any, logits: torch.Tensor, words: torch.Tensor, slicing: Slicing
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         picked = logits.new_empty(len(logits), dtype=slicing.dtype)
         total = torch.empty_like(picked) if slicing.has_total else None
         log_sum = torch.empty_like(picked) if slicing.has_log_sum else None
-        buffers = _Buffers(logits, slicing)
         with without_autocast(logits.device.type):
-            for part in slices(len(logits), slicing.num_rows):
-                numbers = buffers.upcast(logits[part])
-                log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
-                torch.gather(log_probs, 1, words[part, None], out=picked[part, None])
-                if total is not None:
-                    torch.sum(log_probs, 1, out=total[part])
-                if log_sum is not None:
-                    torch.logsumexp(numbers, 1, out=log_sum[part])
+            fill((picked, total, log_sum), logits, words, slicing)
         ctx.save_for_backward(logits, words, *([] if log_sum is None else [log_sum]))
         ctx.slicing = slicing
         return picked, total, log_sum
@@ -215,10 +230,24 @@ class _OfRows(torch.autograd.Function):
         ctx: Any, of_picked: torch.Tensor, of_total: torch.Tensor | None, of_log_sum: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None]:
         logits, words, *log_sum = saved_of(ctx)
-        given = _Given(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
+        given = GivenRows(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
         with torch.no_grad(), without_autocast(logits.device.type):
-            gradient = _made(lambda: _gradient(given, ctx.slicing), lambda: _gradients_of_slices(given, ctx.slicing))
+            gradient = _made(lambda: gradient_of(given, ctx.slicing), lambda: _gradients_of_slices(given, ctx.slicing))
         return draw_once(gradient, logits, of_picked, of_total, of_log_sum), None, None
+
+
+def fill(made: Rows, logits: torch.Tensor, words: torch.Tensor, slicing: Slicing) -> None:
+    """Write into `made` what `Rows` says, of each row."""
+    picked, total, log_sum = made
+    buffers = Buffers(logits, slicing)
+    for part in slices(len(logits), slicing.num_rows):
+        numbers = buffers.upcast(logits[part])
+        log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
+        torch.gather(log_probs, 1, words[part, None], out=picked[part, None])
+        if total is not None:
+            torch.sum(log_probs, 1, out=total[part])
+        if log_sum is not None:
+            torch.logsumexp(numbers, 1, out=log_sum[part])
 
 
 def _made(whole: Callable[[], torch.Tensor], slices: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
@@ -264,7 +293,7 @@ class _LogSum(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class GivenRows:
     """What the backward pass starts from: what was saved, and the gradients of the outputs."""
 
     logits: torch.Tensor
@@ -275,17 +304,20 @@ class _Given:
     of_log_sum: torch.Tensor | None
 
 
-def _gradient(given: _Given, slicing: _Slicing) -> torch.Tensor:
+def gradient_of(given: GivenRows, slicing: Slicing, *, picked: torch.Tensor | None = None) -> torch.Tensor:
     """Of the logits, in the layout of plain autograd's: a log-softmax gives one in rows, whatever the layout of the
-    logits; a logsumexp one in theirs, and of a sum the first summand decides."""
+    logits; a logsumexp one in theirs, and of a sum the first summand decides. `picked`: write the log-probability of
+    each row's word there once more, and the gradient over the logits."""
     logits, of_total = given.logits, given.of_total
     layout = torch.contiguous_format if given.log_sum is None else torch.preserve_format
-    gradient = torch.empty_like(logits, memory_format=layout)
-    buffers = _Buffers(logits, slicing)
+    gradient = logits if picked is not None else torch.empty_like(logits, memory_format=layout)
+    buffers = Buffers(logits, slicing)
     of_log_probs = torch.zeros_like(buffers.log_probs)
     for part in slices(len(logits), slicing.num_rows):
         numbers = buffers.upcast(logits[part])
         log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
+        if picked is not None:
+            torch.gather(log_probs, 1, given.words[part, None], out=picked[part, None])
         more = None
         if given.of_log_sum is not None and given.log_sum is not None:
             more = (numbers - given.log_sum[part, None]).exp_()
@@ -306,7 +338,7 @@ def _gradient(given: _Given, slicing: _Slicing) -> torch.Tensor:
     return gradient
 
 
-def _gradients_of_slices(given: _Given, slicing: _Slicing) -> Iterator[torch.Tensor]:
+def _gradients_of_slices(given: GivenRows, slicing: Slicing) -> Iterator[torch.Tensor]:
     """The same by functions alone."""
     for part in slices(len(given.logits), slicing.num_rows):
         numbers = given.logits[part].to(slicing.dtype)
@@ -321,10 +353,10 @@ def _gradients_of_slices(given: _Given, slicing: _Slicing) -> Iterator[torch.Ten
         yield made.to(given.logits.dtype)
 
 
-class _Buffers:
+class Buffers:
     """Memory for one slice, which all slices use in turn."""
 
-    def __init__(self, logits: torch.Tensor, slicing: _Slicing) -> None:
+    def __init__(self, logits: torch.Tensor, slicing: Slicing) -> None:
         shape = (min(slicing.num_rows, len(logits)), logits.shape[1])
         self.log_probs = logits.new_empty(shape, dtype=slicing.dtype)
         self._wide = None if logits.dtype == slicing.dtype else torch.empty_like(self.log_probs)

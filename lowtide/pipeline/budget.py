@@ -227,10 +227,12 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
         )
     if config.preset not in (None, "fastest"):
         raise ConfigError(f"memory.preset: {PRESET_OF_STAGES.format(config.preset)}")
-    if config.loss == "sliced":
+    if config.slices_loss["must"]:
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"
         )
+    if config.mlp is not None:
+        raise ConfigError("memory.mlp: cannot stand beside a budget for a pipeline yet; leave it out")
     for stage, module in pipeline.stages.items():
         if patched_module(module) is not None:
             raise ConfigError(f"pipeline: stage {stage} is already under a lowtide plan; call remove() on it first")

@@ -229,6 +229,8 @@ def _plan_of(
         is_solved=True,
         check=config.check,
         loss=question.profile.loss,
+        loss_rows=question.profile.loss_rows,
+        mlp_rows=question.profile.mlp_rows,
         budget_bytes=budget_bytes,
         predicted=prediction,
         account=memory_breakdown(

@@ -112,6 +112,8 @@ def profile_of(
     layers: tuple[str, ...],
     state: StateBytes,
     loss: str = "plain",
+    loss_rows: int | None = None,
+    mlp_rows: int | None = None,
 ) -> Profile:
     """The profile of a traced step."""
     end = len(trace.ops.names)
@@ -136,6 +138,8 @@ def profile_of(
         calls=_layer_calls(trace, {node.storage.index for node in nodes}, {site.name for site in sites}),
         num_collectives=sum(call.is_collective for call in trace.ops.calls),
         loss=loss,
+        loss_rows=loss_rows,
+        mlp_rows=mlp_rows,
     )
 
 

@@ -25,7 +25,8 @@ from torch import nn
 from lowtide.core.profile import Profile
 from lowtide.core.recipe import Recipe
 from lowtide.errors import ConfigError
-from lowtide.loss.attach import loss_of
+from lowtide.loss.attach import loss_of, loss_rows_of
+from lowtide.loss.mlp import mlp_rows_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
@@ -149,6 +150,8 @@ def observe(
         layers=names,
         state=dataclasses.replace(state, rounding=rounding, fingerprint=fingerprint),
         loss=loss_of(model),
+        loss_rows=loss_rows_of(model),
+        mlp_rows=mlp_rows_of(model),
     )
 
 

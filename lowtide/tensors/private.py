@@ -327,6 +327,9 @@ only by a graph of its own."""
 log_softmax_backward_into: Callable[..., torch.Tensor] = find("torch.ops.aten._log_softmax_backward_data.out")
 """`log_softmax_backward` that writes to memory that is there, `out=`."""
 
+tanh_backward_into: Callable[..., torch.Tensor] = find("torch.ops.aten.tanh_backward.grad_input")
+"""The derivative of a tanh, from its result, written to `grad_input=`. Public only by a graph of its own."""
+
 FAKE_TENSOR_MODULE = "torch._subclasses.fake_tensor"
 """The module of `FakeTensor`, and the name of the logger that tells why an operator on fake tensors failed."""
 
@@ -675,6 +678,13 @@ def has_loss_function(model: nn.Module) -> bool:
 def forget_loss_function(model: nn.Module) -> None:
     """As if `loss_function` had never been set."""
     delattr(model, _LOSS)
+
+
+def number_in_graph(node: Any) -> torch.Tensor | None:
+    """What a node of a graph for `x * number` or `x / number` has saved of the number; None for other nodes. Written
+    down for people in torch's tutorial on autograd, but named as private."""
+    number: torch.Tensor | None = getattr(node, "_saved_other", None)
+    return number
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

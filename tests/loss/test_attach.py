@@ -407,5 +407,5 @@ def test_an_unknown_mode_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         lowtide.apply(MODELS["llama"](), {"loss": "slice"})
     assert str(caught.value) == (
-        "memory.loss: expected auto, sliced, plain or null, not 'slice'; did you mean 'sliced'?"
+        "memory.loss: expected auto, sliced, plain, a mapping or null, not 'slice'; did you mean 'sliced'?"
     )

@@ -44,11 +44,18 @@ from lowtide.tensors.private import (
 
 _REAL_BYTES = 2**20
 _NUM_TRACED = 3
+_REAL_ROW_BYTES = 2**25
+"""Of one row: positions of a sequence of 4 million tokens, which models look at to see whether it is one sequence."""
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_row = tensor.numel() == max(tensor.shape, default=1)
+    return tensor.numel() * tensor.element_size() <= (_REAL_ROW_BYTES if is_row else _REAL_BYTES)
 
 
 def is_control(tensor: torch.Tensor) -> bool:
     is_number = tensor.is_floating_point() or tensor.is_complex()
-    return not is_number and tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _REAL_BYTES
+    return not is_number and tensor.device.type == "cpu" and _is_small(tensor)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -56,8 +63,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def has_value(tensor: torch.Tensor) -> bool:
-    is_small = tensor.numel() * tensor.element_size() <= _REAL_BYTES
-    return is_small and not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+    return _is_small(tensor) and not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
 
 
 def mode_of(model: nn.Module) -> FakeTensorMode:

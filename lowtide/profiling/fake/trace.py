@@ -36,7 +36,8 @@ from torch.overrides import TorchFunctionMode
 from lowtide.core.profile import Profile
 from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
-from lowtide.loss.attach import loss_of
+from lowtide.loss.attach import loss_of, loss_rows_of
+from lowtide.loss.mlp import mlp_rows_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.fake.expand_layers import Expanded, expand
 from lowtide.profiling.fake.fake_model import (
@@ -222,6 +223,8 @@ def trace(
             is_accelerator=not is_host,
         ),
         loss=loss_of(model),
+        loss_rows=loss_rows_of(model),
+        mlp_rows=mlp_rows_of(model),
     )
     del expanded
     if left := fakes_left(mode, own):

@@ -62,7 +62,7 @@ def apply(
     placed = PlacedState(optimizer, chosen, "lowtide.apply") if moves_state else None
     if placed is not None:
         placed.check(plan.optimizer)
-    loss = attach_where(model, may=plan.loss == "sliced", must=True)
+    loss = attach_where(model, may=plan.loss == "sliced", must=True, rows=plan.loss_rows, mlp_rows=plan.mlp_rows)
     try:
         return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, loss=loss)
     except BaseException:
@@ -108,8 +108,10 @@ def plan_of(model: nn.Module, memory: Any) -> Plan:
     config = load_memory(memory)
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     plan = plan_from_rules(config, layers)
-    slices = config.loss == "sliced" or (config.slices_loss["may"] and not why_not(model))
-    return dataclasses.replace(plan, loss="sliced") if slices else plan
+    asked = config.slices_loss
+    slices = asked["must"] or (asked["may"] and not why_not(model))
+    plan = dataclasses.replace(plan, mlp_rows=asked["mlp_rows"])
+    return dataclasses.replace(plan, loss="sliced", loss_rows=asked["rows"]) if slices else plan
 
 
 def check_patterns(model: nn.Module, plan: Plan, *, is_part: bool = False) -> None:

@@ -27,7 +27,7 @@ from lowtide.core.profile import MeasuredCurve
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
-from lowtide.loss.attach import LossHandle
+from lowtide.loss.attach import AttachedLoss
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.hooks.context import InputKeeper, PlanContext
 from lowtide.runtime.hooks.mismatch import with_bytes_seen
@@ -71,7 +71,7 @@ class Tide:
         *,
         owns_engine: bool,
         placed: PlacedState | None = None,
-        loss: LossHandle | None = None,
+        loss: AttachedLoss | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
@@ -306,8 +306,8 @@ class Tide:
     def _repr_html_(self) -> str:
         return notebook_html(repr(self), self.plan)
 
-    def _say_if_no_loss(self, loss: LossHandle) -> None:
-        if self.has_run and not loss.loss.was_called:
+    def _say_if_no_loss(self, loss: AttachedLoss) -> None:
+        if self.has_run and loss.loss is not None and not loss.loss.loss.was_called:
             warnings.warn(
                 f"lowtide: memory.loss: nothing was sliced: no forward pass of {type(self.model).__name__} called its "
                 "loss_function; give it labels, or call lowtide.cross_entropy in a training loop of your own",

@@ -1,0 +1,288 @@
+"""The head and the loss together, in blocks of a declared number of rows, so that logits never exist whole.
+
+Why: the last things in a step that grow with tokens times words are the logits and their gradient. Llama-3-8B has 250
+KiB of each for a token in bf16: 31 GiB of either at 131,072 tokens. Here one block of logits exists at a time.
+
+Which sum: a sliced loss (cross_entropy.py) leaves the head whole, because the gradient of its weight is a sum over
+rows, and a sum that is taken in parts rounds in another way. Here that sum is taken in parts, so it is declared:
+- rows 0 to R-1 are the first block, R to 2R-1 the second, and so on; the last one has what is left;
+- logits and the gradient of the hidden states are made block by block, by the matmul that the head would call;
+- each block has its product for the weight (and its sum for the bias) in the dtype in which the head computes. They are
+  added up in order, in fp32 or wider, and rounded once, to the dtype of the weight;
+- the loss itself is one sum over all rows, as in the sliced loss.
+The bits depend on R and on the batch, on nothing else: no budget, plan, tier or engine is asked (contract 20). With one
+block they are plain PyTorch's.
+
+How: forward makes each block of logits and keeps one number a row. Backward makes it again, writes its gradient over
+it, and uses that up before the next block. What is made again is compared: the log-probability of each row's word,
+which depends on all its logits, must have the bits that it had in the forward pass, or no gradient is given.
+
+Cost: the head's matmul once more, 4 for 3; one wait for the device. Memory: one block of logits, the slices of the row
+by row part, and of the weight's gradient an fp32 sum and one block's product beside it.
+Not covered, and refused by name: a head that is no plain `torch.nn.Linear`, sharded weights, logits spread over ranks,
+weights of classes, second derivatives; label smoothing and z-loss on another device than the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.loss.cross_entropy import (
+    Buffers,
+    GivenRows,
+    Slicing,
+    check_factors,
+    check_names,
+    draw_once,
+    fill,
+    gradient_of,
+    loss_of_rows,
+    name_of,
+    rows_of_slice,
+    slices,
+    without_autocast,
+)
+from lowtide.tensors.private import FakeTensor, tanh_backward_into
+from lowtide.tensors.wrappers import is_distributed
+
+Step = tuple[str, torch.Tensor | None]
+"""What a model does to its logits between head and loss: the name of the node in autograd's graph, and its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockSettings:
+    rows: int
+    dtype: torch.dtype
+    """In which the head computes."""
+    slicing: Slicing
+    steps: tuple[Step, ...]
+
+
+def head_cross_entropy(
+    hidden: torch.Tensor,
+    head: nn.Linear,
+    target: torch.Tensor,
+    *,
+    rows: int,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    upcast: bool = False,
+    steps: tuple[Step, ...] = (),
+    slice_rows: int | None = None,
+) -> torch.Tensor:
+    """`sliced_cross_entropy(head(hidden), target, ...)`, in blocks of `rows`.
+
+    hidden: `[rows, width]`, floating point. target: `[rows]`, int64. `steps`: see `Step`, done to each block of logits.
+    `slice_rows`: of the part that works row by row, absent: chosen; it changes no bit. Raises `ConfigError` for what is
+    not covered.
+    """
+    weight, bias = head.weight, head.bias
+    check_factors(label_smoothing, z_loss)
+    if (label_smoothing or z_loss) and hidden.device.type != "cpu":
+        raise ConfigError(
+            "lowtide.cross_entropy: label_smoothing and z_loss sum over the words of a row, which is not known to keep "
+            f"its bits in slices on {hidden.device.type}; leave them out, or leave head and rows out"
+        )
+    is_autocast = torch.is_autocast_enabled(hidden.device.type)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if is_autocast else hidden.dtype
+    if not is_autocast and hidden.dtype != weight.dtype:
+        raise ConfigError(
+            f"lowtide.cross_entropy: hidden states are {name_of(hidden.dtype)} and the head's weight is "
+            f"{name_of(weight.dtype)}; cast one of them, or use autocast"
+        )
+    wide = torch.float32 if (upcast or is_autocast) and dtype.itemsize < 4 else dtype
+    num_words = weight.shape[0]
+    num_rows = slice_rows or rows_of_slice(min(rows, len(hidden)), num_words, wide)
+    slicing = Slicing(wide, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss))
+    is_ignored = target == ignore_index
+    words = target.masked_fill(is_ignored, 0)
+    check_names(words, num_words)
+    made = _HeadOfRows.apply(hidden, weight, bias, words, _BlockSettings(rows, dtype, slicing, steps))
+    return loss_of_rows(
+        made,
+        is_ignored,
+        num_words=num_words,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+
+
+def why_not_in_blocks(head: Any) -> str:
+    """Why this head cannot be taken in blocks; empty where it can."""
+    if type(head) is not nn.Linear:
+        return f"the head is {type(head).__name__}, not a plain torch.nn.Linear"
+    if "forward" in vars(head):
+        return "somebody has replaced the forward of its head"
+    if any(is_distributed(parameter) for parameter in head.parameters()):
+        return "the head's weight is spread over ranks"
+    return ""
+
+
+class _HeadOfRows(torch.autograd.Function):
+    """As `_OfRows` of cross_entropy.py, of the logits that the head makes of `hidden`."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (a function of autograd has no keywords)
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        words: torch.Tensor,
+        how: _BlockSettings,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        ctx.how = how
+        picked = hidden.new_empty(len(hidden), dtype=how.slicing.dtype)
+        total = torch.empty_like(picked) if how.slicing.has_total else None
+        log_sum = torch.empty_like(picked) if how.slicing.has_log_sum else None
+        with without_autocast(hidden.device.type):
+            logits_of = _Logits(hidden, weight, bias, how)
+            for part in slices(len(hidden), how.rows):
+                made, logits = (picked[part], _of(total, part), _of(log_sum, part)), logits_of.make(part)
+                if isinstance(logits, FakeTensor):
+                    _trace_rows(logits, how.slicing, is_backward=False)
+                else:
+                    fill(made, logits, words[part], how.slicing)
+        ctx.save_for_backward(hidden, weight, bias, words, picked, log_sum)
+        return picked, total, log_sum
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_picked: torch.Tensor, of_total: torch.Tensor | None, of_log_sum: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, words, picked, log_sum = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        how: _BlockSettings = ctx.how
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight, of_bias = DeclaredSum(weight.dtype), DeclaredSum(weight.dtype)
+        again = torch.empty_like(picked)
+        with torch.no_grad(), without_autocast(hidden.device.type):
+            logits_of = _Logits(hidden, weight, bias, how)
+            for part in slices(len(hidden), how.rows):
+                logits = logits_of.make(part, keeps=True)
+                of_part = (of_picked[part], _of(of_total, part), _of(of_log_sum, part))
+                given = GivenRows(logits, words[part], _of(log_sum, part), *of_part)
+                if isinstance(logits, FakeTensor):
+                    _trace_rows(logits, how.slicing, is_backward=True)
+                else:
+                    gradient_of(given, how.slicing, picked=again[part])  # over the logits
+                over = logits_of.back(logits)
+                if of_hidden is not None and of_hidden.dtype == over.dtype:
+                    torch.mm(over, logits_of.weight, out=of_hidden[part])
+                elif of_hidden is not None:
+                    of_hidden[part] = over.mm(logits_of.weight)
+                if needs_weight:
+                    of_weight.add(over.t().mm(logits_of.input(part)))
+                if needs_bias:
+                    of_bias.add(over.sum(0))
+            compare_again(picked, again, "the head", "write loss: sliced (memory.loss)")
+        made = (of_hidden, of_weight.result(), of_bias.result())
+        sources = (hidden, weight, bias, of_picked, of_total, of_log_sum)
+        return (*(None if each is None else draw_once(each, *sources) for each in made), None, None)
+
+
+def _of(vector: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return None if vector is None else vector[part]
+
+
+def _trace_rows(logits: torch.Tensor, slicing: Slicing, *, is_backward: bool) -> None:
+    """What the row by row part of a block takes, where a step is traced without a device: its buffers, and passes over
+    the logits for as many bytes as it moves. Traced slice by slice, a million tokens would take minutes."""
+    wide, narrow = slicing.dtype.itemsize, logits.element_size()
+    cast = 0 if slicing.dtype == logits.dtype else wide + narrow
+    moved = cast + 2 * wide  # a log-softmax
+    held: list[Any] = [Buffers(logits, slicing)]
+    if is_backward:
+        held.append(torch.zeros_like(held[0].log_probs))
+        moved += 3 * wide + cast
+    for _ in range(moved // narrow):
+        logits.amax(1)
+    del held
+
+
+class _Logits:
+    """Makes the logits of one block after the other in the same memory."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: _BlockSettings
+    ) -> None:
+        self._hidden = hidden
+        self._how = how
+        self.weight = weight.to(how.dtype)
+        self._bias = None if bias is None else bias.to(how.dtype)
+        self._memory = hidden.new_empty((min(how.rows, len(hidden)), len(weight)), dtype=how.dtype)
+        self._kept: list[torch.Tensor] = []
+
+    def input(self, part: slice) -> torch.Tensor:
+        """What the head reads."""
+        return self._hidden[part].to(self._how.dtype)
+
+    def make(self, part: slice, *, keeps: bool = False) -> torch.Tensor:
+        """`keeps` what `back` needs."""
+        given = self.input(part)
+        logits = self._memory[: len(given)]
+        if self._bias is None:
+            torch.mm(given, self.weight.t(), out=logits)
+        else:
+            torch.addmm(self._bias, given, self.weight.t(), out=logits)
+        for name, number in self._how.steps:
+            FORWARD[name](logits, number)
+            if keeps and name == TANH:
+                self._kept.append(logits.clone())
+        return logits
+
+    def back(self, gradient: torch.Tensor) -> torch.Tensor:
+        """From the gradient of what `make` gave to that of the head's output, in the same memory."""
+        for name, number in reversed(self._how.steps):
+            if name == TANH:
+                tanh_backward_into(gradient, self._kept.pop(), grad_input=gradient)
+            else:
+                FORWARD[name](gradient, number)  # what is linear is its own derivative
+        return gradient
+
+
+TANH = "TanhBackward0"
+FORWARD: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "DivBackward0": lambda logits, number: logits.div_(number),
+    "MulBackward0": lambda logits, number: logits.mul_(number),
+    TANH: lambda logits, _: logits.tanh_(),
+}
+"""By the name of a node, what it does, in place."""
+
+
+class DeclaredSum:
+    """The declared sum of what blocks give: in order, in fp32 or wider, rounded once."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: of the result."""
+        self._dtype = dtype
+        self._sum: torch.Tensor | None = None
+
+    def add(self, block: torch.Tensor) -> None:
+        """What the next block gives."""
+        if self._sum is None:
+            self._sum = block.to(torch.promote_types(block.dtype, torch.float32))
+        else:
+            self._sum.add_(block)
+
+    def result(self) -> torch.Tensor | None:
+        return None if self._sum is None else self._sum.to(self._dtype)
+
+
+def compare_again(first: torch.Tensor, again: torch.Tensor, what: str, fix: str) -> None:
+    """RuntimeError unless a second run gave the very bits of the first."""
+    if isinstance(first, FakeTensor) or torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
+        return
+    raise RuntimeError(
+        f"lowtide: {what} gave other values in the backward pass than in the forward pass, so its gradients would be "
+        "those of another step; what it reads changed without a version that counts it, or it does not repeat itself "
+        f"on this device (torch.use_deterministic_algorithms); {fix}"
+    )
