@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lowtide.tensors import identities as room
+from lowtide.runtime.recompute import watch as room
 
 
 @pytest.mark.parametrize("of", [room.identities, room._one_by_one])
