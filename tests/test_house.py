@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_051,
-    "files": 281,
-    "classes": 547,
+    "lines": 58_853,
+    "files": 282,
+    "classes": 558,
     "files that one other file imports": 47,
-    "classes with more than 15 attributes": 24,
+    "classes with more than 15 attributes": 26,
     "class names that several classes have": 18,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,

@@ -21,7 +21,7 @@ def choose_engine(wanted: EngineChoice, model: nn.Module, plan: Plan) -> Engine:
     path that cannot be written.
     """
     if wanted is not None and not isinstance(wanted, str):
-        found = wanted(plan) if callable(wanted) else wanted
+        found = wanted(plan) if callable(wanted) and not isinstance(wanted, type) else wanted
         if not hasattr(found, "tiers"):
             raise ConfigError(
                 f"engine: expected accelerator, host, an engine, or a function that makes one for a plan, not {found!r}"

@@ -392,6 +392,11 @@ own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MOD
 time."""
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks, or ones before its forward. No public way to ask."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def flat_weights(module: nn.RNNBase) -> list[Any]:
     """The list in which a recurrent module keeps its parameters for its kernel, beside its attributes."""
     return module._flat_weights

@@ -14,7 +14,7 @@ from benchmarks.children import CannotRunError, Child, median_of, one_line, rati
 
 @contextmanager
 def started(**arguments: Any) -> Iterator[Child]:
-    child = Child("child", "misbehaving:start", arguments)
+    child = Child("child", "tests.support.misbehaving:start", arguments)
     try:
         child.start(30)
         yield child

@@ -86,7 +86,7 @@ def test_the_python_of_the_page_on_reports_runs(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("page", ["budget.md", "techniques/sliced-loss.md"])
 def test_the_python_of_short_pages_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = [text for text in blocks(ROOT / "docs" / page, "python") if text.startswith("import lowtide, torch")]
+    code, *_ = [text for text in blocks(ROOT / "docs" / page, "python") if text.startswith("import lowtide, torch")]
     exec(compile(code, page, "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert all("of the plain step" in line for line in printed) and len(printed) == 3 * (page == "budget.md")

@@ -730,7 +730,7 @@ def test_a_device_clock_times_the_stream_that_computes():
     device = SimDevice("late")
     device.current = device.new_stream()
     clock = DeviceClock(device)
-    marks = [clock.run(lambda: device.current.launch(lambda: None, 2.0), (), {})[1] for _ in range(3)]
+    marks = [(clock.run(lambda: device.current.launch(lambda: None, 2.0), (), {})[1], "launch") for _ in range(3)]
     device.compute.launch(lambda: None, 50.0)  # the default stream has nothing to do with it
     assert clock.settle(marks) == pytest.approx([2.0] * 3)
 

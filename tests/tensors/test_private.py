@@ -591,8 +591,10 @@ def test_what_a_module_keeps() -> None:
 def test_hooks_of_modules() -> None:
     module = nn.Linear(2, 2)
     names = (*private.FORWARD_HOOKS, *private.FORWARD_HOOK_FLAGS, *private.BACKWARD_HOOKS)
+    assert not private.has_forward_hooks(module)
     assert [len(vars(module)[name]) for name in names] == [0] * 7
     module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    assert private.has_forward_hooks(module)
     module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
     module.register_full_backward_pre_hook(lambda *_: None)
     module.register_full_backward_hook(lambda *_: None)
@@ -958,3 +960,23 @@ def test_whether_a_loss_function_was_set() -> None:
     assert private.has_loss_function(model) and model.loss_function is print
     private.forget_loss_function(model)
     assert model.loss_function is plain and set(vars(model)) == before
+
+
+def test_number_in_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert float(private.number_in_graph((x / 3).grad_fn)) == 3
+    assert private.number_in_graph(x.exp().grad_fn) is None
+
+
+def test_tanh_backward_into() -> None:
+    gradient, result = torch.randn(5), torch.randn(5).tanh()
+    into = torch.empty(5)
+    private.tanh_backward_into(gradient, result, grad_input=into)
+    assert torch.equal(into, torch.ops.aten.tanh_backward(gradient, result))
+
+
+def test_await_unshard() -> None:
+    asked: list[object] = []
+    private.await_unshard(SimpleNamespace(_assert_unsharded=asked.append), "stage")
+    assert asked == ["stage"]
+    assert callable(_PipelineScheduleRuntime._assert_unsharded)
