@@ -979,4 +979,4 @@ def test_await_unshard() -> None:
     asked: list[object] = []
     private.await_unshard(SimpleNamespace(_assert_unsharded=asked.append), "stage")
     assert asked == ["stage"]
-    assert callable(_PipelineScheduleRuntime._assert_unsharded)
+    assert callable(torch.distributed.pipelining.schedules._PipelineScheduleRuntime._assert_unsharded)
