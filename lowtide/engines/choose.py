@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +22,13 @@ def choose_engine(wanted: EngineChoice, model: nn.Module, plan: Plan) -> Engine:
     path that cannot be written.
     """
     if wanted is not None and not isinstance(wanted, str):
-        found = wanted(plan) if callable(wanted) and not isinstance(wanted, type) else wanted
+        found: Any = wanted(plan) if callable(wanted) and not isinstance(wanted, type) else wanted
         if not hasattr(found, "tiers"):
             raise ConfigError(
                 f"engine: expected accelerator, host, an engine, or a function that makes one for a plan, not {found!r}"
             )
-        return found
+        engine: Engine = found
+        return engine
     device = next((parameter.device for parameter in model.parameters()), None)
     on_host = device is None or device.type in ("cpu", "meta")
     name = wanted or ("host" if on_host else "accelerator")

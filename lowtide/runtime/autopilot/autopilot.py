@@ -48,6 +48,7 @@ from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
 from lowtide.tensors.ranks import any_rank, has_company
+from lowtide.tensors.second_run import why_not_rerun
 from lowtide.units import format_bytes
 
 NUM_REVIEWS = 2
@@ -148,13 +149,16 @@ class Autopilot:
 
     def _note_divergence(self) -> None:
         """What was saved differs from what the same plan saw before, and nothing that is compared has changed: the
-        model reads something else, which is a state of its own. A few times; then it is how the model is."""
+        model reads something else, which is a state of its own. A few times; then it is how the model is.
+
+        Never where an observed step would move on what cannot be wound back: a plan that fits badly costs memory, and
+        that would cost bits."""
         tide, has_diverged = self._tides.tide, self._has_diverged
         self._has_diverged = False
         if not has_diverged or tide is None or self.model_state.num_unseen >= _MOST_UNSEEN:
             return
         failed, refused, _ = what_failed(tide, self.planner.facts)
-        if not (failed or refused or has_company(self.planner.group)):
+        if not (failed or refused or has_company(self.planner.group) or why_not_rerun(self._tides.model, (), {})):
             self.model_state.num_unseen += 1
 
     def _replan_for_all(self) -> None:
@@ -478,6 +482,7 @@ class Autopilot:
             self.planner.facts = before  # so that the next forward is refused as well
             raise
         self._replace(shape, plan)
+        shape.misfits.clear()  # what is kept now instead does not fit either, and that is no news
         assert self.key is not None
         self._use(self.key, why=UNSTEADY if failed else REFUSED, start=start)
 
