@@ -47,6 +47,7 @@ from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
+from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
 from lowtide.tensors.ranks import any_rank, has_company
 from lowtide.tensors.second_run import why_not_rerun
 from lowtide.units import format_bytes
@@ -138,7 +139,7 @@ class Autopilot:
         if not self._tides.is_audited:
             self.compare()  # also where shapes take turns, and none comes twice in a row
         if key != self.key:
-            self._use(key)
+            self._use(key, **self._with_state_of_now(key))
         self.watch.was_smaller |= key != bucket
         self._begin_pass()
 
@@ -208,6 +209,22 @@ class Autopilot:
         shape.profile = free
         shape.serves_smaller = True
         return True
+
+    def _with_state_of_now(self, key: ShapeBucket) -> dict[str, Any]:
+        """The model is again as it was when the plan of `key` was made. Meanwhile its optimizer may have got state of
+        parameters that were not trained then, and keeps it: a plan that counts that state too. Returns what to say of
+        it, for `_use`. Raises BudgetError where no plan will do."""
+        start, shape, optimizer = time.perf_counter(), self.table[key], self._tides.placed.optimizer
+        if optimizer is None or self.key is None or key.model == self.key.model:
+            return {}
+        state = self.planner.facts.with_optimizer(shape.profile.state)
+        here_bytes = unique_bytes(optimizer_tensors(optimizer), self._tides.engine.device_type)
+        if here_bytes <= state.optimizer:
+            return {}
+        shape.profile = dataclasses.replace(shape.profile, state=dataclasses.replace(state, optimizer=here_bytes))
+        is_joint = self._decide(f"state {here_bytes}")
+        self._replace(shape, self.planner.again(shape, is_joint=is_joint))
+        return {"why": f"{CHANGED}its optimizer has more state", "start": start}
 
     def _observe(self, key: ShapeBucket, args: tuple, kwargs: dict) -> None:
         """Observe this shape for the first time, plan for it, and put the plan in force.

@@ -51,12 +51,16 @@ class Facts:
     optimizer: StateBytes | None = None
     """The state of an optimizer that was found, of which profiles do not know; only its fields about that."""
 
+    def with_optimizer(self, state: StateBytes) -> StateBytes:
+        """`state` with that of the optimizer that was found, where it was measured before."""
+        if self.optimizer is None or state.optimizer:
+            return state
+        names = [field.name for field in dataclasses.fields(state) if field.name.startswith("optimizer")]
+        return dataclasses.replace(state, **{name: getattr(self.optimizer, name) for name in names})
+
     def known_to(self, profile: Profile) -> Profile:
         """The profile with the bytes that are known beside it."""
-        state = profile.state
-        if self.optimizer is not None:
-            names = [field.name for field in dataclasses.fields(state) if field.name.startswith("optimizer")]
-            state = dataclasses.replace(state, **{name: getattr(self.optimizer, name) for name in names})
+        state = self.with_optimizer(profile.state)
         foreign_bytes = state.others + self.beside_bytes
         return dataclasses.replace(profile, state=dataclasses.replace(state, others=foreign_bytes))
 

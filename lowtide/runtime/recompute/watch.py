@@ -23,9 +23,6 @@ what else has no state to read (an iterator is refused); objects of more than on
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import struct
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -70,21 +67,6 @@ _MAX_LEARNED = 4
 """Runs that are watched until one brings nothing new."""
 _WHOLE = 64
 """One second run in so many goes to its end."""
-
-
-def _where_they_lie(values: tuple) -> bytes:
-    return ctypes.string_at(id(values) + tuple.__basicsize__, struct.calcsize("P") * len(values))
-
-
-def _one_by_one(values: tuple) -> bytes:
-    return struct.pack(f"{len(values)}P", *map(id, values))
-
-
-_PROBE = (ctypes, struct, sys)
-_IS_PLAIN = sys.implementation.name == "cpython" and _where_they_lie(_PROBE) == _one_by_one(_PROBE)
-identities = _where_they_lie if _IS_PLAIN else _one_by_one
-"""Bytes that are equal for two tuples of the same objects, as long as these are alive. CPython keeps addresses side by
-side: to read them takes 0.3 us, to compare some hundred objects one by one 10 us."""
 
 
 class Watch:
@@ -230,7 +212,6 @@ class Tree:
         "_empty",
         "_full",
         "_hooks",
-        "_identities",
         "_own",
         "_tables",
         "_then",
@@ -254,8 +235,7 @@ class Tree:
         self._dicts = [*self._own, *self._tables, *self._hooks]
         self._full = [each for each in self._dicts if each]
         self._empty = [each for each in self._dicts if not each]  # most of them
-        self._values = self._now()  # alive, so that nothing else has their identities
-        self._identities = identities(self._values)
+        self._values = self._now()
         self._then = _copies(self._dicts)
         held = chain.from_iterable(each.values() for each in (*self._own, *self._tables))
         tensors = {id(value): value for value in held if isinstance(value, torch.Tensor)}
@@ -284,7 +264,8 @@ class Tree:
 
     def is_still(self) -> bool:
         """Whether all attributes, tables and hooks hold the very objects that they held."""
-        return identities(self._now()) == self._identities and not any(self._empty)
+        now = self._now()
+        return len(now) == len(self._values) and not any(self._empty) and all(map(is_, now, self._values))
 
     def put_back(self, stack: contextlib.ExitStack) -> None:
         """Have all held that was held, until `stack` is left."""

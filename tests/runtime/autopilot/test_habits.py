@@ -198,12 +198,10 @@ HABITS: dict[str, tuple[Phase, ...]] = {
 }
 
 
-def trained(
-    phases: tuple[Phase, ...], num_layers: int, budget: int | None = None
-) -> tuple[list[Tensor], list[list[int]], Any]:
+def trained(phases: tuple[Phase, ...], budget: int | None = None) -> tuple[list[Tensor], list[list[int]], Any]:
     """Losses and weights; the counted peaks of each phase; and the handle, which was removed."""
     torch.manual_seed(0)
-    model = Net(num_layers)
+    model = Net(num_layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tide = None
     results: list[Tensor] = []
@@ -238,14 +236,13 @@ _MORE = ("hooks", "input gradients", "two passes of unlike lengths", "two passes
 )
 def test_plans_follow_what_the_loop_does(name: str) -> None:
     phases = HABITS[name]
-    num_layers = 2
-    truth, plain, _ = trained(phases, num_layers)
+    truth, plain, _ = trained(phases)
     most = max(max(peaks[1:]) for peaks in plain)
     share = Random(name).choice((0.6, 0.7, 0.85))
     budget = int(share * most)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        results, peaks, tide = trained(phases, num_layers, budget)
+        results, peaks, tide = trained(phases, budget)
     assert all(map(torch.equal, results, truth))
     said = [str(each.message) for each in told if "fits the budget of" in str(each.message)]
     assert len(said) <= len(phases)
