@@ -95,7 +95,7 @@ def test_operators_are_timed_on_the_device_that_runs_them() -> None:
     torch.accelerator.synchronize(THERE)
     clock = DeviceClock(DeviceTimer(THERE))
     _, mark = clock.run(torch.mm, (square, square), {})
-    assert clock.settle([mark]) == pytest.approx([2e-3])
+    assert clock.settle([(mark, "mm")]) == pytest.approx([2e-3])
 
 
 def test_the_link_is_measured_on_the_device_s_clock() -> None:

@@ -72,8 +72,8 @@ def test_what_stays_is_what_there_is_room_for(overlap: str, policy: Any) -> None
     saved.seek(0)
     training.optimizer.load_state_dict(torch.load(saved, map_location="cpu"))
     assert on_device(training) * STATE == choice.resident_bytes
-    # Somebody else takes some.
-    free -= 3 * STATE
+    # Somebody else takes some: more than is left beside the headroom.
+    free -= 9 * STATE // 2
     with pytest.warns(RuntimeWarning, match="runs short"):
         training.step(8)
     assert handle.residency is not None
