@@ -16,7 +16,7 @@ words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "low": 2, "high": 3,
 words.pre_tokenizer = pre_tokenizers.Whitespace()
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
 
-callback = TideCallback(budget="22MiB", memory={"min_bytes": 0})
+callback = TideCallback(budget="21MiB", memory={"min_bytes": 0})
 trainer = SFTTrainer(
     model=LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)),
     args=SFTConfig(
