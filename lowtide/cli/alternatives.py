@@ -39,6 +39,7 @@ BY_HAND = {"plain": None, "every layer checkpointed": 1, "every second layer": 2
 _LOWTIDE = "lowtide"
 _UNIT = {"batch": 1, "sequence": 256}
 """Sizes that are tried are multiples of it."""
+_FIRST_UNITS = 8
 _MOST_UNITS = 2**16
 
 
@@ -259,12 +260,12 @@ def _most(run: RunConfig, grown: Grown) -> int:
 
 
 def _search(peak: Callable[[int], int], budget_bytes: int, grown: Grown, most: int) -> int:
-    """The largest size whose peak is within the budget; 0 where not even the smallest is. Peaks grow nearly in
-    proportion, so that a straight line through two of them is a good guess; where a guess has not halved what is
-    left, the middle is tried next."""
-    unit, known = _UNIT[grown], dict[int, int]()
+    """The largest size whose peak is within the budget; 0 where not even the smallest is. Sizes grow fourfold until one
+    does not fit. Peaks grow nearly in proportion, so that a straight line between the largest that fits and the
+    smallest that does not is a good guess; where a guess has not halved what is left, the middle is tried next."""
+    unit, known = _UNIT[grown], {0: 0}
     low, high = 0, max(most // unit, 1) + 1
-    guess = 1
+    guess = min(_FIRST_UNITS, high - 1)
     while high - low > 1:
         left = high - low
         known[guess] = peak(min(guess * unit, most))
@@ -272,19 +273,15 @@ def _search(peak: Callable[[int], int], budget_bytes: int, grown: Grown, most: i
             low = guess
         else:
             high = guess
-        has_narrowed = 2 * (high - low) <= left
-        guess = _on_line(known, budget_bytes) if has_narrowed or len(known) < 4 else (low + high) // 2
+        if high not in known:
+            guess = 4 * low
+        elif 2 * (high - low) > left:
+            guess = (low + high) // 2
+        else:
+            share = (budget_bytes - known[low]) / (known[high] - known[low])
+            guess = low + int(share * (high - low))
         guess = min(max(guess, low + 1), high - 1)
     return min(low * unit, most)
-
-
-def _on_line(known: dict[int, int], budget_bytes: int) -> int:
-    """Where the line through the two sizes closest to the budget meets it."""
-    if len(known) < 2:
-        return 2
-    one, other = sorted(sorted(known, key=lambda size: abs(known[size] - budget_bytes))[:2])
-    slope = (known[other] - known[one]) / (other - one)
-    return one + int((budget_bytes - known[one]) / slope) if slope > 0 else other * 2
 
 
 # -- what is printed -----------------------------------------------------------------------------------------------
