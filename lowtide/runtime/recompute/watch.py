@@ -55,7 +55,7 @@ from lowtide.tensors.private import (
     version_of,
 )
 from lowtide.tensors.random_state import Draws, HostRandom
-from lowtide.tensors.remembered import WRAPPED, Array, Attributes, Empty, State
+from lowtide.tensors.remembered import WRAPPED, Attributes
 from lowtide.tensors.second_run import is_iterator, reached_iterator
 from lowtide.tensors.snapshot import take
 from lowtide.tensors.view import byte_view, same_bytes
@@ -427,7 +427,7 @@ class Before:
         RecomputeRefusedError if it wrote to a tensor of which there is no copy."""
         known, watch, is_new = self.known, self.watch, self._walked is not None
         if self._walked is not None:
-            found = [one for record in self._walked for one in _moved(record)]
+            found = [record for record in self._walked if next(record.changed(), None) is not None]
             self._records += found
             known.records += found
             known.num_learned += 1
@@ -517,8 +517,7 @@ class Before:
             undo.enter_context(self._parameters.replayed())
         records = (*self._records, *self._given)
         if records:
-            empty = [record for record in records if isinstance(record, Empty)]
-            undo.callback(_restore, [*empty, *(one for record in records for one in _again(record))])
+            undo.callback(_restore, [record.again() for record in records])
             _restore(records)
         for tensor, flag in zip(self._tree.tensors, self._flags, strict=True):
             if tensor.requires_grad != flag and tensor.is_leaf:
@@ -565,27 +564,9 @@ def _is_of_a_module(record: Any) -> bool:
     return record.is_module or (not record.name.is_item and record.name.key in _OF_MODULES)
 
 
-def _moved(record: Any) -> list[Any]:
-    """Records of what moved since a record was made, as it was then."""
-    if isinstance(record, State | Array):
-        return [record] if record.has_moved() else []
-    if not isinstance(record, Empty):
-        return [record] if next(record.changed(), None) is not None else []
-    record.found = [one for one in record.found if one[2] not in _OF_MODULES]
-    found = record.again()
-    for one in found:
-        one.then = type(one.then)()
-    return found
-
-
 def _key_of(tensor: torch.Tensor | None, weak: StorageWeakRef) -> int:
     """Of a tensor that was written to, or of its storage, if only an alias of it was seen."""
     return -weak.cdata if tensor is None else id(tensor)
-
-
-def _again(record: Any) -> list[Any]:
-    found = record.again()
-    return found if isinstance(found, list) else [found]
 
 
 def _restore(records: Any) -> None:
