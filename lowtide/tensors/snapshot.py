@@ -217,7 +217,7 @@ def take(
 ) -> Snapshot:
     """Remember what `modules` and `beside` reach. `code`: with what their functions name; `called`: and the functions
     that these call. `process`: the random states of the process and of `devices` too."""
-    walk = _Walk(code or called, called, steady)
+    walk = _StateWalk(code or called, called, steady)
     modes = [*function_modes(), *dispatch_modes()] if called else []
     with disable_current_modes():
         if process:
@@ -232,7 +232,7 @@ def take(
     return Snapshot(walk.records, walk.positions, walk.tensors, steady, walk.is_whole)
 
 
-class _Walk:
+class _StateWalk:
     """One way through everything that can be reached, each object once, near ones first."""
 
     def __init__(self, code: bool, called: bool, steady: WeakTensorKeyDictionary | None) -> None:
@@ -250,8 +250,8 @@ class _Walk:
         """Of classes that were found, by their names; walked once somebody names them."""
         self._steady = steady
         self._seen: dict[int, Any] = {}
-        self._classes: set[type] = set()
-        self._globals: set[tuple[int, str]] = set()
+        self._noted: set[Any] = set()
+        """Classes that were found, and globals: the namespace's identity, and the name."""
         self._todo: deque[tuple[Any, Name, int]] = deque()
         self._num_far = 0
         self._visits: dict[type, Callable[[Any, Name, int], None] | None] = {}
@@ -460,8 +460,8 @@ class _Walk:
                     for owner in value.__mro__:
                         self.add(vars(owner).get("__init__"), name, depth + 1)
             else:
-                if (id(namespace), key) not in self._globals:
-                    self._globals.add((id(namespace), key))
+                if (id(namespace), key) not in self._noted:
+                    self._noted.add((id(namespace), key))
                     self.records.append(Held.of_globals(namespace, key, name))
                 self.add(value, name, depth + 1)
 
@@ -473,17 +473,17 @@ class _Walk:
             if value is now or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):
                 continue
             name = Name(Name(None, function.__module__), key)
-            if (id(now), key) not in self._globals:
-                self._globals.add((id(now), key))
+            if (id(now), key) not in self._noted:
+                self._noted.add((id(now), key))
                 self.records.append(Held.of_globals(now, key, name))
             self.add(value, name, depth + 1)
 
     def _class(self, kind: type, name: Name) -> None:
         """Attributes of a module's class, and what its `forward` names."""
         for owner in kind.__mro__:
-            if owner in self._classes or owner.__module__.partition(".")[0] in _FOREIGN:
+            if owner in self._noted or owner.__module__.partition(".")[0] in _FOREIGN:
                 continue
-            self._classes.add(owner)
+            self._noted.add(owner)
             if self._called:
                 self._class_and_methods(owner)
                 continue

@@ -8,7 +8,7 @@ A compiled part (tensors/compiled.py) runs without the recorder: what it saves i
 saving.
 
 Cost: 7 us an operator, and some 10 us a saved tensor; in the first forward only, and where a table did not fit.
-Not covered: what a tensor is (classify.py), and how its fate is carried out (forward_pass.py).
+Not covered: what a tensor is (context.py), and how its fate is carried out (forward_pass.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.rules import Decision
 from lowtide.profiling.producer_names import Recorder
-from lowtide.runtime.hooks.classify import Parameters, Saved
-from lowtide.runtime.hooks.context import PlanContext
-from lowtide.runtime.hooks.table import LayerTable, SavedTensorEntry
+from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry
 from lowtide.runtime.recompute.recipe_nodes import Node
 from lowtide.tensors.compiled import refuse_compiled_part, without
 from lowtide.tensors.kinds import storage_keys

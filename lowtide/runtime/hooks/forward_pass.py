@@ -5,7 +5,7 @@ goes through `ForwardPass.pack`, in three steps:
 1. Find the entry: the n-th tensor saved in this layer has the n-th entry of the layer's table. In a first forward,
    which is observed, the entry is decided by name (first_forward.py). Later passes use no dispatch mode for it; they
    compare the tensor with the entry (dtype, number of dimensions, producing node).
-2. Find out what the tensor is: one record, `Saved` (classify.py), where the entry's fate needs it.
+2. Find out what the tensor is: one record, `Saved` (context.py), where the entry's fate needs it.
 3. Carry out the entry: `_carry_out` has one line for each fate. It returns the handle; backward runs nothing but the
    handle's `open`.
 
@@ -29,19 +29,15 @@ import torch
 
 from lowtide.core.fate import Fate
 from lowtide.recipes.proof import OperatorLog
-from lowtide.runtime.hooks.classify import Parameters, Saved
-from lowtide.runtime.hooks.context import PlanContext
+from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry, is_same_producer
 from lowtide.runtime.hooks.first_forward import FirstForward
 from lowtide.runtime.hooks.regions import Regions
-from lowtide.runtime.hooks.table import LayerTable, SavedTensorEntry, is_same_producer
 from lowtide.runtime.offload.departures import Departures
-from lowtide.runtime.offload.site import PrefetchQueue
-from lowtide.runtime.recompute.module_output import RerunView
+from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.recompute.recipe_graph import RecipeGraph
 from lowtide.runtime.recompute.recipe_nodes import Node
-from lowtide.runtime.recompute.recipe_sources import Made, OffloadedSource, RecomputedSource, ResidentSource
-from lowtide.runtime.saved.handle import Kept, Swapped
-from lowtide.runtime.saved.wrapped import Wrapped
+from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
+from lowtide.runtime.saved.handle import Kept, Shared, Wrapped
 from lowtide.tensors.compiled import never_compiled, without
 from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, storage_key_set
 from lowtide.tensors.private import (
@@ -311,7 +307,7 @@ class ForwardPass:
             self.departures.add(site, tier, leave, sequence)
         site.num_readers += 1
         site.last_use = sequence
-        return Swapped(site, tensor)
+        return Shared(site, tensor)
 
     def _rerun(self, saved: Saved) -> Any:
         rerun, tensor = self.regions.find(saved), saved.tensor
@@ -321,7 +317,7 @@ class ForwardPass:
         if rerun.num_readers == 0:
             self.counters.recomputed_bytes += rerun.nbytes
         rerun.add_reader()
-        return RerunView(rerun, tensor)
+        return Shared(rerun, tensor)
 
     # -- recipes ---------------------------------------------------------------------------------------------------
 
@@ -339,15 +335,21 @@ class ForwardPass:
                 self._miss()
                 return self._keep(saved, is_counted=entry.is_counted)
             source.last_use = next_sequence_number()
-            return Made(source, tensor, self.follower)
+            source.num_readers += 1
+            return Shared(source, tensor, self.follower)
         if entry.fate is Fate.SWAP:
             handle = self._swap(saved, entry.tier, entry.distance, entry.leave)
-            if isinstance(handle, Swapped):
-                recipe_graph.swap(node, handle, saved.grad_fn)
+            if isinstance(handle, Shared):
+                self._add_swapped(node, handle, saved.grad_fn)
             return handle
         if not entry.is_counted or not saved.is_plain:
             return self._keep(saved, is_counted=False)
         return Kept(tensor, self.follower, recipe_graph.keep(node, tensor, saved.grad_fn))
+
+    def _add_swapped(self, node: Node, handle: Shared, grad_fn: Any) -> None:
+        """Recipes may start from a tensor that was swapped."""
+        assert self.recipe_graph is not None and isinstance(handle.source, OffloadedStorage)
+        self.recipe_graph.add(node, OffloadedSource(handle.source, handle.view), grad_fn)
 
     def _make(self, saved: Saved, node: Node) -> RecomputedSource | None:
         assert self.recipe_graph is not None
@@ -414,8 +416,8 @@ class ForwardPass:
             tier = decision.tier.value if decision.tier else None
             handle = self._swap(saved, tier, decision.prefetch, decision.leave)
             # Autograd does not read it; its readers are the recipes.
-            handle.site.num_readers -= 1
-            recipe_graph.swap(node, handle, saved.grad_fn)
+            handle.source.num_readers -= 1
+            self._add_swapped(node, handle, saved.grad_fn)
         else:
             recipe_graph.keep(node, tensor, saved.grad_fn)
 

@@ -12,7 +12,7 @@ checkpoint's own hooks take; the fingerprints of the frontier (flow.py). Not cov
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import NamedTuple
 from weakref import ref
@@ -29,7 +29,7 @@ from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import base_of, is_view, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import Origin, modified_error, version_alias
+from lowtide.tensors.view import TensorOrigin, modified_error, version_alias
 from lowtide.tensors.wrappers import inside
 
 Row = tuple[int, type, torch.Size, torch.dtype]
@@ -46,15 +46,17 @@ class SavedRole(NamedTuple):
     """It is a parameter, or a view of one, and stays anyway."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Path:
-    """What a module saved in one run, in order."""
+    """What a module saved in one run, in order. Once learned it is shared by all runs that follow it."""
 
-    rows: list[Row]
-    roles: list[SavedRole]
-    saved_inputs: set[int]
-    origins: list[Origin]
-    is_filled_late: bool
+    rows: list[Row] = field(default_factory=list)
+    roles: list[SavedRole] = field(default_factory=list)
+    origins: list[TensorOrigin] = field(default_factory=list)
+    saved_inputs: set[int] = field(default_factory=set)
+    """The inputs that plain autograd would save in the region. The others are needed only to run it again."""
+    is_filled_late: bool = False
+    """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
 
 
 class Dropped:
@@ -70,15 +72,12 @@ class Dropped:
         "counters",
         "has_results",
         "is_back",
-        "is_filled_late",
         "ledger",
         "nbytes",
         "note",
-        "origins",
+        "path",
         "prints",
-        "rows",
         "saved",
-        "saved_inputs",
     )
 
     def __init__(self, counters: Counters, ledger: Ledger, note: Callable[[torch.Tensor], bool]) -> None:
@@ -97,14 +96,10 @@ class Dropped:
         self._share: Share | None = None
         self._seen: dict[int, tuple[StorageWeakRef, bool]] = {}
         self._inputs: dict[int, int] = {}
-        # The inputs that plain autograd would save in the region. The others are needed only to run it again.
-        self.saved_inputs: set[int] = set()
-        self.rows: list[Row] = []
+        self.path = Path()
+        """Its own, or the one that it follows."""
         self.prints: dict[int, Print] = {}
         """Fingerprints, by number of the saved tensor."""
-        self.origins: list[Origin] = []
-        self.is_filled_late = False
-        """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
         self.saved: list[ref[DroppedTensor]] = []
 
     def raise_plain(self) -> None:
@@ -118,8 +113,8 @@ class Dropped:
         """Raise plain autograd's error if a saved tensor was modified since."""
         now = version_of(saved.alias)
         if now != saved.version:
-            origin = self.origins[saved.number]
-            raise modified_error(saved.alias, self.rows[saved.number][2], now, saved.version, origin)
+            origin = self.path.origins[saved.number]
+            raise modified_error(saved.alias, self.path.rows[saved.number][2], now, saved.version, origin)
 
     def count(self, tensor: torch.Tensor) -> tuple[bool, bool]:
         """Add a storage that the region would have saved. Returns whether it was added, and whether the run has made
@@ -129,7 +124,7 @@ class Dropped:
         seen = self._seen.get(key)
         if seen is not None and not seen[0].expired():
             if key in self._inputs:
-                self.saved_inputs.add(self._inputs[key])
+                self.path.saved_inputs.add(self._inputs[key])
             elif key in self._results:
                 self._results.remove(key)
                 self.counters.retained_input_bytes -= storage.nbytes()
@@ -268,7 +263,7 @@ class FirstSaves:
         self._roles: list[SavedRole] = []
         if path is not None:
             self._rows, self._roles = path.rows, path.roles
-            dropped.rows, dropped.origins = path.rows, path.origins
+            dropped.path = path
         else:
             dropped.leave_out(inputs)
         self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, unpack)
@@ -296,9 +291,9 @@ class FirstSaves:
         if path is None or number >= len(path.rows) or path.rows[number][:2] != row[:2] or dropped.has_results:
             return self._look(tensor, number, row)
         # Another shape: still on the path. From here on rows are this run's own.
-        if dropped.rows is path.rows:
-            self._rows, dropped.rows = [], path.rows[:number]
-        dropped.rows.append(row)
+        if dropped.path is path:
+            self._rows, dropped.path = [], replace(path, rows=path.rows[:number])
+        dropped.path.rows.append(row)
         role = path.roles[number]
         if role.nbytes:
             dropped.nbytes += inside(tensor).untyped_storage().nbytes()
@@ -308,18 +303,18 @@ class FirstSaves:
         """Off the path: what to do with a tensor. It is counted already."""
         dropped, local, place = self._dropped, inside(tensor), row[0]
         if self._follows is not None:
-            self._follows, self._rows, self._roles = None, [], []
-            dropped.origins = dropped.origins[:number]
-            dropped.rows = dropped.rows[:number]
+            self._follows, self._rows = None, []
+            dropped.path = Path(rows=dropped.path.rows[:number], origins=dropped.path.origins[:number])
             dropped.leave_out(self._inputs)
-        dropped.rows.append(row)
+        path = dropped.path
+        path.rows.append(row)
         is_part = is_view(tensor)
-        dropped.origins.append(Origin.of(tensor))
+        path.origins.append(TensorOrigin.of(tensor))
         is_first, is_own = dropped.count(local) if is_plain(local) else (False, True)
-        if number == 0 or dropped.rows[number - 1][0] != place:
-            dropped.is_filled_late = False
+        if number == 0 or path.rows[number - 1][0] != place:
+            path.is_filled_late = False
         if not tensor.requires_grad and _may_be_filled_late(tensor):
-            dropped.is_filled_late = True
+            path.is_filled_late = True
         if self._flow is None:
             # Bytes in a row may be the workspace of a recurrent kernel, which is partly unwritten memory.
             is_fingerprinted = is_own and not (local.dtype is torch.uint8 and local.dim() == 1)
@@ -330,7 +325,7 @@ class FirstSaves:
         if is_first and nbytes != local.untyped_storage().nbytes():
             nbytes = -1
         role = SavedRole(nbytes, is_fingerprinted, isinstance(base_of(tensor) if is_part else tensor, nn.Parameter))
-        self._roles.append(role)
+        path.roles.append(role)
         return role
 
     def __enter__(self) -> FirstSaves:
@@ -353,20 +348,14 @@ class FirstSaves:
         """The path of a run that was watched; None for one that followed a path, or left it."""
         dropped, path = self._dropped, self._follows
         if path is not None and len(dropped.saved) == len(path.rows):
-            dropped.saved_inputs = path.saved_inputs
-            dropped.is_filled_late = path.is_filled_late
             return path
         if self._flow is None or self._path is not None or dropped.has_results:
             return None
         frontier = self._flow.own if self._is_deep else self._flow.frontier
         dropped.prints = {number: dropped.prints[number] for number in frontier}
-        return Path(
-            rows=dropped.rows,
-            roles=[SavedRole(one.nbytes, number in frontier, one.is_lasting) for number, one in enumerate(self._roles)],
-            saved_inputs=dropped.saved_inputs,
-            origins=dropped.origins,
-            is_filled_late=dropped.is_filled_late,
-        )
+        roles = enumerate(dropped.path.roles)
+        dropped.path.roles = [one._replace(is_fingerprinted=number in frontier) for number, one in roles]
+        return dropped.path
 
 
 class EnoughError(BaseException):
@@ -415,7 +404,7 @@ class SecondSaves:
 
     def compare_kinds(self) -> None:
         """Raise CheckpointError unless it has saved as many tensors as the first run, of the same shapes and types."""
-        rows, made = self._dropped.rows, self.made
+        rows, made = self._dropped.path.rows, self.made
         num_saved = len(self._dropped.saved)
         for row, tensor in zip(rows, made, strict=False):
             if tensor.shape != row[2] or tensor.dtype is not row[3]:

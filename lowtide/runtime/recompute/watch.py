@@ -41,7 +41,7 @@ from lowtide.runtime.recompute.saves import Path
 from lowtide.tensors.compiled import has_compiled
 from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
 from lowtide.tensors.kinds import can_be_cloned, is_plain, modules_of
-from lowtide.tensors.modes import Modes
+from lowtide.tensors.modes import Draws, HostRandom, Modes
 from lowtide.tensors.private import (
     FORWARD_HOOK_FLAGS,
     FORWARD_HOOKS,
@@ -54,7 +54,6 @@ from lowtide.tensors.private import (
     storage_at,
     version_of,
 )
-from lowtide.tensors.random_state import Draws, HostRandom
 from lowtide.tensors.remembered import WRAPPED, Attributes
 from lowtide.tensors.second_run import is_iterator, reached_iterator
 from lowtide.tensors.snapshot import take
