@@ -31,7 +31,7 @@ from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
 from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock, OpMemory
 from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
-from lowtide.profiling.saved_tensors import ByteStash, FileStash, HostStash
+from lowtide.profiling.saved_tensors import file_stash, host_stash
 from lowtide.profiling.smaller import measured_codec
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_record import Trace
@@ -98,7 +98,7 @@ def observe(
 
     def run(accumulates: bool) -> tuple[Trace, str]:
         clock: Clock = DeviceClock(DeviceTimer(device)) if is_accelerator else HostClock()
-        stash: ByteStash = HostStash() if is_accelerator else FileStash()
+        stash = host_stash() if is_accelerator else file_stash()
         recorder = StepRecorder(
             device=device,
             clock=clock,

@@ -190,8 +190,8 @@ class RegionRun:
         state, inputs = self.state, self.call.tensors
         stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
         unpack = self._unpack(functools.partial(hooks[1], hooks[0](marker)))
-        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, unpack=unpack)
-        with saves, self.once.running(is_again=False), state.flow or contextlib.nullcontext():
+        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow)
+        with saves.hooked(unpack), self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
         if state.keep_path(saves.learned()):
             self._output = self._prints_of(output)
@@ -238,7 +238,7 @@ class RegionRun:
         dropped = self.dropped
         to_the_end = self._graphs is not None or self._output is not None or dropped.path.is_filled_late
         saves = SecondSaves(dropped, self.fingerprints, to_the_end=to_the_end)
-        with self.replayed(), saves:
+        with self.replayed(), saves.hooked():
             output = self._make_compiled(tensors, self._graphs) if self._graphs is not None else self.call.make(tensors)
         saves.compare_kinds()
         self._compare(list(dropped.prints.values()), saves.prints, self._refuse_saved)

@@ -11,9 +11,9 @@ checkpoint's own hooks take; the fingerprints of the frontier (flow.py). Not cov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import NamedTuple
 from weakref import ref
 
@@ -224,13 +224,12 @@ class _Prints:
 
 
 class FirstSaves:
-    """The saved-tensor hooks of a first run: a context."""
+    """The saved-tensor hooks of a first run."""
 
     __slots__ = (
         "_dropped",
         "_flow",
         "_follows",
-        "_hooks",
         "_inputs",
         "_is_deep",
         "_path",
@@ -247,8 +246,6 @@ class FirstSaves:
         inputs: list[torch.Tensor],
         path: Path | None,
         flow: Flow | None,
-        *,
-        unpack: Callable[[DroppedTensor], torch.Tensor],
     ) -> None:
         """`inputs`: of the region. `path`: that it is expected to follow."""
         self._dropped = dropped
@@ -266,7 +263,6 @@ class FirstSaves:
             dropped.path = path
         else:
             dropped.leave_out(inputs)
-        self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, unpack)
 
     @never_compiled
     def _pack(self, tensor: torch.Tensor) -> DroppedTensor:
@@ -328,21 +324,17 @@ class FirstSaves:
         path.roles.append(role)
         return role
 
-    def __enter__(self) -> FirstSaves:
-        assert self._hooks is not None
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._hooks is not None
-        self._hooks.__exit__(kind, error, trace)
-        # Autograd holds this object as long as the graph lives: there must be no way from it to the graph.
-        self._hooks, self._inputs = None, []
-        if kind is None:
+    @contextlib.contextmanager
+    def hooked(self, unpack: Callable[[DroppedTensor], torch.Tensor]) -> Iterator[None]:
+        """Inside, what is saved is dropped. Autograd holds this object and `unpack` as long as the graph lives: there
+        must be no way from them to the graph."""
+        try:
+            with saved_tensors_hooks(self._pack, unpack):
+                yield
             self._prints.finish()
-        self._dropped.prints = self._prints.found
+        finally:
+            self._inputs = []
+            self._dropped.prints = self._prints.found
 
     def learned(self) -> Path | None:
         """The path of a run that was watched; None for one that followed a path, or left it."""
@@ -363,9 +355,9 @@ class EnoughError(BaseException):
 
 
 class SecondSaves:
-    """The saved-tensor hooks of a second run: a context, which is left after the last tensor that is needed."""
+    """The saved-tensor hooks of a second run."""
 
-    __slots__ = ("_dropped", "_hooks", "_left", "_prints", "made")
+    __slots__ = ("_dropped", "_left", "_prints", "made")
 
     def __init__(self, dropped: Dropped, fingerprints: Fingerprints, *, to_the_end: bool) -> None:
         self._dropped = dropped
@@ -373,7 +365,6 @@ class SecondSaves:
         self._left = -1 if to_the_end else len(dropped.saved)
         self.made: list[torch.Tensor] = []
         """What it has saved, without its graph."""
-        self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, _as_it_is)
 
     @never_compiled
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -387,20 +378,15 @@ class SecondSaves:
             raise EnoughError
         return alone
 
-    def __enter__(self) -> SecondSaves:
-        assert self._hooks is not None
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        assert self._hooks is not None
-        self._hooks.__exit__(kind, error, trace)
-        self._hooks = None  # they hold methods of their own owner: a cycle
-        if kind is None or kind is EnoughError:
-            self._prints.finish()
-        return kind is EnoughError
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Inside, what is saved is held here. It is left after the last tensor that is needed."""
+        try:
+            with saved_tensors_hooks(self._pack, _as_it_is):
+                yield
+        except EnoughError:
+            pass
+        self._prints.finish()
 
     def compare_kinds(self) -> None:
         """Raise CheckpointError unless it has saved as many tensors as the first run, of the same shapes and types."""

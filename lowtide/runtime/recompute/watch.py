@@ -62,6 +62,8 @@ from lowtide.tensors.wrappers import inside
 
 _SMALL_BYTES = 2**16
 _OF_MODULES = frozenset(vars(nn.Module()))
+Lent = tuple[nn.Module, str, nn.Parameter]
+"""A module, the name of a parameter of it, and the tensor that played it."""
 _MAX_LEARNED = 4
 """Runs that are watched until one brings nothing new."""
 _WHOLE = 64
@@ -355,7 +357,7 @@ class Before:
         self._marks = Marks(tensors, addressed)
         self._flags = _flags_of(tree.tensors)
         self._random = watch.draws.now()
-        self._parameters = LentParameters(watch.module) if watch.has_shards else None
+        self._parameters = _lent_parameters(watch.module) if watch.has_shards else []
         self._records = [record.again() for record in known.records]
         self._given = self._walk(call.objects) if call.objects else []
         self._walked: list[Any] | None = None
@@ -512,8 +514,8 @@ class Before:
         """Have all as it was before the first run, until `undo` is left. `modes`: those of now."""
         self._modes.put_back(undo, modes)
         self._tree.put_back(undo)
-        if self._parameters is not None:
-            undo.enter_context(self._parameters.replayed())
+        if self._parameters:
+            undo.enter_context(_lent(self._parameters))
         records = (*self._records, *self._given)
         if records:
             undo.callback(_restore, [record.again() for record in records])
@@ -594,34 +596,30 @@ def _written_back(view: torch.Tensor, then: torch.Tensor) -> Iterator[None]:
             view.copy_(now)
 
 
-class LentParameters:
-    """The tensors that played the parameters of a module of an FSDP2 model: it gathers them, and gives them back."""
+def _lent_parameters(module: nn.Module) -> list[Lent]:
+    """The tensors that play the parameters of a module of an FSDP2 model: it gathers them, and gives them back."""
+    return [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in own_parameters(owner).items()
+        if parameter is not None
+    ]
 
-    __slots__ = ("_then",)
 
-    def __init__(self, module: nn.Module) -> None:
-        self._then = [
-            (owner, name, parameter)
-            for owner in module.modules()
-            for name, parameter in own_parameters(owner).items()
-            if parameter is not None
-        ]
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, the parameters are the tensors of the first run."""
-        lent = [entry for entry in self._then if own_parameters(entry[0]).get(entry[1]) is not entry[2]]
-        # A sharded parameter is gathered, and given back, by its owner, not by us.
-        lent = [entry for entry in lent if not _is_emptied(inside(entry[2]))]
-        lent = [(owner, name, then) for owner, name, then in lent if not _is_gathered_now(owner, name, then)]
-        current = [(owner, name, own_parameters(owner)[name]) for owner, name, _ in lent]
-        for owner, name, parameter in lent:
-            own_parameters(owner)[name] = parameter
-        try:
-            yield
-        finally:
-            for owner, name, now in current:
-                own_parameters(owner)[name] = now
+@contextlib.contextmanager
+def _lent(then: list[Lent]) -> Iterator[None]:
+    """Inside, the parameters are the tensors of the first run."""
+    lent = [entry for entry in then if own_parameters(entry[0]).get(entry[1]) is not entry[2]]
+    # A sharded parameter is gathered, and given back, by its owner, not by us.
+    lent = [entry for entry in lent if not _is_emptied(inside(entry[2])) and not _is_gathered_now(*entry)]
+    current = [(owner, name, own_parameters(owner)[name]) for owner, name, _ in lent]
+    for owner, name, parameter in lent:
+        own_parameters(owner)[name] = parameter
+    try:
+        yield
+    finally:
+        for owner, name, now in current:
+            own_parameters(owner)[name] = now
 
 
 def _is_emptied(tensor: torch.Tensor) -> bool:

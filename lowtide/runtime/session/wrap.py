@@ -316,7 +316,7 @@ def run_allowing_transforms(
     if layer.uses_transforms:
         with _without_hooks():
             return forward(*args, **kwargs)
-    before = _Before(layer, given) if not layer.tables else None
+    go_back = _way_back(layer, given) if not layer.tables else None
     try:
         return hooked(*args, **kwargs)
     except RuntimeError as error:
@@ -324,7 +324,7 @@ def run_allowing_transforms(
             raise
         layer.uses_transforms = True
         where = f"'{layer.name}'" if layer.name else "the model"
-        if before is None or not before.can_go_back():
+        if go_back is None or not go_back():
             raise RuntimeError(
                 f"lowtide: {where} used torch.func (grad, vjp, jacrev or hessian) in this forward, but not in its "
                 "first one, or only after it had written to its inputs or to a large buffer; PyTorch does not allow "
@@ -336,29 +336,28 @@ def run_allowing_transforms(
         "hooks: what it saves stays on the device, whatever the plan says.",
         stacklevel=2,
     )
-    before.go_back()
     with _without_hooks():
         return forward(*args, **kwargs)
 
 
-class _Before:
-    """What a forward may change, as it was before."""
+def _way_back(layer: LayerTable, given: tuple[tuple, dict]) -> Callable[[], bool]:
+    """What puts back all that a forward may change; False, and nothing is, if inputs or large buffers were written to:
+    these have no copies."""
+    leaves = tree_leaves(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    versions = [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
+    beside = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN]
+    state = take(layer.module, beside=beside or None, code=True)
+    random = RandomState(tensors)
 
-    def __init__(self, layer: LayerTable, given: tuple[tuple, dict]) -> None:
-        leaves = tree_leaves(given)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._tensors = [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
-        beside = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN]
-        self._state = take(layer.module, beside=beside or None, code=True)
-        self._random = RandomState(tensors)
+    def go_back() -> bool:
+        if state.lost() or any(version_of(tensor) != version for tensor, version in versions):
+            return False
+        state.restore()
+        random.set()
+        return True
 
-    def can_go_back(self) -> bool:
-        """Whether it can be restored. Not if inputs or large buffers were written to: these have no copies."""
-        return not self._state.lost() and all(version_of(tensor) == version for tensor, version in self._tensors)
-
-    def go_back(self) -> None:
-        self._state.restore()
-        self._random.set()
+    return go_back
 
 
 @contextlib.contextmanager
