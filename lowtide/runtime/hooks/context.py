@@ -13,9 +13,9 @@ because they change: code that compares a version reads it at that moment.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -52,26 +52,20 @@ class InputKeeper(Protocol):
         """The handle on an input of layer `where`: `handle`, or another. `parts`: what this forward holds so."""
 
 
-@dataclass(slots=True)
+@dataclass
 class PlanContext:
     """What all forward passes of one tide share."""
 
     model: nn.Module
     rules: Rules
-    stay_rules: Rules
-    """The rules without recompute: the fate of what a recomputed region must hold on to."""
     min_bytes: int
-    device_type: str
     scheduler: OffloadScheduler
     counters: Counters
-    ledger: Ledger
     fingerprints: Fingerprints
     """Of what is recomputed."""
     sites: dict[str, SiteDecision] = field(default_factory=dict)
     """Decisions of the first forward, by site name."""
     seen_names: set[str] = field(default_factory=set)
-    input_changers: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    """Recomputed modules that were seen to write into their inputs."""
     watches: dict[nn.Module, Watch] = field(default_factory=dict)
     """By module: what a recomputed module reads apart from its inputs."""
     draws: Draws = field(default_factory=Draws)
@@ -89,6 +83,16 @@ class PlanContext:
     """The warning about a forward pass with tangents before any without them was given."""
     unplanned: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the bytes of activations on the device."""
+        return self.scheduler.ledger
+
+    @functools.cached_property
+    def stay_rules(self) -> Rules:
+        """The rules without recompute: the fate of what a recomputed region must hold on to."""
+        return self.rules.without_recompute()
 
     def watch(self, module: nn.Module) -> Watch:
         """What a module reads apart from its inputs."""

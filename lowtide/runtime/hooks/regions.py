@@ -42,7 +42,9 @@ from lowtide.tensors.wrappers import inside
 class Pass(Protocol):
     """The forward pass that a region runs in. A `ForwardPass` is one."""
 
-    layer: LayerTable | None
+    @property
+    def layer(self) -> LayerTable:
+        """The layer that is running, or the model around its layers."""
 
     @property
     def knows_nothing(self) -> bool:
@@ -164,25 +166,21 @@ class Regions:
     def _new(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun:
         watch = self._context.watch(module)
         call = Call(module, forward, *without_cache(module, args, kwargs, watch.refusal_of))
-        assert now.layer is not None
         note = functools.partial(self._note_dropped, now.layer)
         dropped = Dropped(self._context.counters, self._context.ledger, note)
         return RegionRun(call, dropped, watch, self._context.fingerprints, is_first=now.knows_nothing)
 
     def _run(self, now: Pass, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
-        changers = self._context.input_changers
-        module = region.call.module
         # A solved plan has no room for copies, and chooses no layer that was observed to write to its inputs.
         is_new = now.knows_nothing and self._context.nodes is None
-        output = region.run(pack, may_change_inputs=is_new or module in changers)
-        if region.has_changed_inputs:
-            changers.add(module)
+        output = region.run(pack, may_change_inputs=is_new or region.watch.writes_inputs)
+        region.watch.writes_inputs |= region.has_changed_inputs
         return output
 
     def _pack_input(self, now: Pass, tensor: torch.Tensor) -> Any:
         """The handle on an input of a recomputed layer, of which each tensor-parallel rank may keep a slice only."""
         handle, slices = now.pack(tensor), self._context.slices
-        assert slices is not None and now.layer is not None
+        assert slices is not None
         is_first = self._first.is_on
         with disable_current_modes() if is_first else contextlib.nullcontext():
             return slices.instead_of(

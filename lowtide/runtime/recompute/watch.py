@@ -85,6 +85,7 @@ class Watch:
         "module",
         "num_runs",
         "refusal",
+        "writes_inputs",
     )
 
     def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
@@ -94,6 +95,8 @@ class Watch:
         """Why it could not be run again in some step, in words."""
         self.differs = False
         """A second run gave something else than the first: it is not run again."""
+        self.writes_inputs = False
+        """It was seen to write into its inputs."""
         self.module = module
         self.model = model
         self.draws = draws

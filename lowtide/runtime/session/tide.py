@@ -371,12 +371,9 @@ class Tide:
         return PlanContext(
             model=self.model,
             rules=plan.rules,
-            stay_rules=plan.rules.without_recompute(),
             min_bytes=plan.min_bytes,
-            device_type=self.engine.device_type,
             scheduler=self._scheduler,
             counters=self._counters,
-            ledger=self._ledger,
             nodes=nodes,
             fingerprints=Fingerprints(functools.partial(give_up_recipe, nodes or {}), is_deep=plan.check == "deep"),
             logged_kinds=logged_kinds(nodes),

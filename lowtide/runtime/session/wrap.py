@@ -193,6 +193,7 @@ class PlannedForwards:
         context = self._context
         forward_pass = ForwardPass(context, layer)
         self._local.forward_pass = forward_pass
+        is_complete = False
         try:
             with (
                 forward_pass.logging(),
@@ -200,10 +201,10 @@ class PlannedForwards:
                 torch.autograd.graph.saved_tensors_hooks(forward_pass.pack_hook, open_handle),
             ):
                 output = _run(forward_pass, layer, forward, args, kwargs)
-            forward_pass.is_complete = True
+            is_complete = True
         finally:
             self._local.forward_pass = None
-            forward_pass.close()
+            forward_pass.close(is_complete=is_complete)
         context.counters.num_forwards += 1
         if self._unchecked and layer.tables:
             self._check_ops(is_whole=layer.name == "")
