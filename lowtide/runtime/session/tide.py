@@ -30,7 +30,7 @@ from lowtide.errors import RecomputeRefusedError
 from lowtide.loss.attach import AttachedLoss
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.hooks.context import InputKeeper, PlanContext
-from lowtide.runtime.hooks.mismatch import with_bytes_seen
+from lowtide.runtime.hooks.first_forward import with_bytes_seen
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints, RecipeMismatchError

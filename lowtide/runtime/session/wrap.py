@@ -34,8 +34,8 @@ from lowtide.core.rules import Rule, Rules, unmatched_error
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
 from lowtide.runtime.hooks.context import LayerTable, PlanContext
+from lowtide.runtime.hooks.first_forward import warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.forward_pass import ForwardPass
-from lowtide.runtime.hooks.mismatch import warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.retained_inputs import retained_input_points
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards
