@@ -206,10 +206,6 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a leaf that hold its hooks: None, or an ordered mapping. Hooks can be added publicly, not listed."""
 
 
-TENSOR_QUESTIONS = ("_base", "_is_view", "_version", *TENSOR_HOOKS)
-"""Names under which a `TorchFunctionMode` sees private questions about a tensor that no value of it answers."""
-
-
 def gradient_hooks(tensor: torch.Tensor) -> Any:
     """The hooks that run when a gradient was accumulated in `tensor`: a mapping, or None."""
     return getattr(tensor, TENSOR_HOOKS[1], None)

@@ -366,24 +366,6 @@ def test_parametrized_weights_that_are_remembered() -> None:
 # -- modes, dispatch, derivatives --------------------------------------------------------------------------------------
 
 
-def test_a_function_mode_sees_private_questions_under_their_names() -> None:
-    seen = []
-
-    class Names(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            seen.append(getattr(getattr(func, "__self__", None), "__name__", None) or func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    tensor = torch.ones(2)
-    with Names():
-        private.base_of(tensor)
-        private.is_view(tensor)
-        private.version_of(tensor)
-        for name in private.TENSOR_HOOKS:
-            getattr(tensor, name)
-    assert tuple(seen) == private.TENSOR_QUESTIONS
-
-
 def test_modes_are_listed_and_passed_over() -> None:
     assert (private.num_function_modes(), private.num_dispatch_modes()) == (0, 0)
     with Passing() as outer, Passing() as inner, Counting() as counting:
