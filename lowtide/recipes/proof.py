@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.recipe import Recipe
 from lowtide.recipes.execute import find_operator
-from lowtide.recipes.operators import WAIT, has_statistics, pure_args
+from lowtide.recipes.graph import WAIT, has_statistics, pure_args
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     TorchDispatchMode,
