@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.timeline.hardware import Hardware
 
 _ONE_DEVICE_ONLY = ("profile", "out", "host_budget", "optimizer")
-_EXPORTS = ("mindformers", "megatron")
+_EXPORTS = ("mindformers", "megatron", "mindspeed")
 NO_BYTES = "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"
 
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="plan layouts of so many devices, see 'parallel'")
     parser.add_argument("--cluster", metavar="NAME", help="what connects them: h800, ideal, ... or a TOML file")
     parser.add_argument(
-        "--export", nargs=2, metavar=("SYSTEM", "FILE"), help=f"write the layout for {' or '.join(_EXPORTS)}"
+        "--export", nargs=2, metavar=("SYSTEM", "FILE"), help=f"write the layout for {', '.join(_EXPORTS)}"
     )
 
 
@@ -55,7 +55,7 @@ def plan(settings: RunConfig, args: argparse.Namespace) -> ClusterPlan:
         if getattr(args, option):
             raise ConfigError(f"--{option.replace('_', '-')}: is for a plan for one device; leave it out")
     if args.export is not None and args.export[0] not in _EXPORTS:
-        raise ConfigError(f"--export: unknown system '{args.export[0]}'; known are {' and '.join(_EXPORTS)}")
+        raise ConfigError(f"--export: unknown system '{args.export[0]}'; known are {', '.join(_EXPORTS)}")
     with Waiting() as waiting:
         waiting.say("starting")
         question = make_question(settings, args)
