@@ -17,8 +17,8 @@ Cost: a lock for each slab or file range. Not covered: engines that know nothing
 Which CPUs are near a device, and keeping a copy thread on them.
 
 What: `cpus_near` follows a device's PCI address through /sys to its NUMA node and that node's CPUs. torch_npu tells no
-address; `npu-smi` does, where it is installed. `stay_on` binds the calling thread. Only threads of lowtide's own engines
-are bound (those that pin slabs and those that move bytes between pinned memory and disk), never the caller's.
+address; `npu-smi` does, where it is installed. `stay_on` binds the calling thread. Only threads of lowtide's own
+engines are bound (those that pin slabs and those that move bytes between pinned memory and disk), never the caller's.
 Why: memory on the far node costs a hop for every byte copied, and first touch decides where memory lies.
 Cost: three small files, once a device; a process for `npu-smi`. Not covered: systems without /sys (nothing happens);
 devices whose address nobody tells (`lowtide doctor` says so); several devices that share a node compete for its CPUs
@@ -51,8 +51,8 @@ def cpus_near(device: torch.device, root: Path = Path("/")) -> frozenset[int] | 
 
 
 def cpus_at(properties: Any, root: Path = Path("/"), *, npu: int = 0) -> frozenset[int] | None:
-    """As `cpus_near`, for an object with `pci_domain_id`, `pci_bus_id` and `pci_device_id`, or without them for the NPU of
-    this number. `root` stands in for /."""
+    """As `cpus_near`, for an object with `pci_domain_id`, `pci_bus_id` and `pci_device_id`, or without them for the NPU
+    of this number. `root` stands in for /."""
     try:
         if hasattr(properties, "pci_bus_id"):
             address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
