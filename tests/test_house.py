@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_452,
+    "lines": 58_635,
     "files": 264,
     "classes": 543,
     "files that one other file imports": 43,
