@@ -22,8 +22,8 @@ the same order. So whatever decides whether it runs must be the same on all of t
 - The proof of a rank's own operators may fail on one rank only. So in the first forward all ranks decide together,
   once, about such a recipe and about each recipe that starts from its result. A rank on which the proof fails in a
   later forward raises an error.
-- Free memory decides nothing here: the guard spills no sources, and one rank alone never repeats a micro-batch with
-  collectives (session/retry.py).
+- Free memory decides nothing here: what the guard spills comes back when it is read, and one rank alone never repeats
+  a micro-batch with collectives (session/retry.py).
 A recomputed source runs once in a backward pass, before its first reader; backward reads in the order of the graph.
 
 Cost: some 25 us a recomputed source and forward, and what recipes/proof.py says.
@@ -49,7 +49,7 @@ from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_inputs import Link, Source, StateLink
 from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Input, Node
 from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
-from lowtide.runtime.saved.handle import Swapped
+from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.stats import Counters
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
@@ -90,12 +90,10 @@ class RecipeGraph:
     _marks: dict[Any, str] = field(default_factory=dict)
     """Autograd's nodes that made the sources' tensors. Held, so that no other node gets their identity."""
 
-    def keep(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> ResidentSource:
-        """The source of a node that stays and from which recipes may start. `grad_fn`: autograd's node that made it."""
-        source = ResidentSource(tensor, self.scheduler.ledger)
-        self.counters.kept_bytes += source.nbytes
-        self._add(node, source, grad_fn)
-        return source
+    def keep(self, node: Node, handle: Kept, tensor: torch.Tensor, grad_fn: Any) -> None:
+        """Add the source of a node that stays, and from which recipes may start. `grad_fn`: autograd's node that made
+        it."""
+        self._add(node, ResidentSource(handle, tensor), grad_fn)
 
     def swap(self, node: Node, handle: Swapped, grad_fn: Any) -> None:
         """Add the source of a node that was swapped, and from which recipes may start."""
