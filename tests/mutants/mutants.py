@@ -404,7 +404,7 @@ COPIES = [
     Mutant(
         "spilled-for-one-reader",
         "runtime.offload.spill:Group.spill",
-        puts("len(handles)", "1"),
+        puts("sum((handle.num_readers for handle in handles))", "1"),
         _SPILL,
         "what the guard spilled is fetched once for each of its readers",
     ),

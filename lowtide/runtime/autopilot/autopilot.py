@@ -126,6 +126,9 @@ class Autopilot:
         if self.shape is not None:
             self.watch.note_loop(self.shape)
         self._replan_for_all()
+        facts = self.planner.facts
+        if facts.num_passes > 1 and self._passes.num_open:
+            self._passes.hold_to(facts.beside_bytes // (facts.num_passes - 1))
         bucket = self.table.bucket(args, kwargs, model=model)
         key = self._serving(bucket)
         if key is None and (

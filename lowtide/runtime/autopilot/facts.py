@@ -91,6 +91,14 @@ class OpenPasses:
         self._beside |= own.keys()
         return sum(tide.live_bytes for tide in own) - share_bytes * own.total()
 
+    def hold_to(self, share_bytes: int) -> None:
+        """Where a forward pass holds more than its share, since it was longer than planned: spill what is more."""
+        own = Counter(tide for each in self._passes if each.is_open and (tide := each.tide()) is not None)
+        for tide, num_passes in own.items():
+            if tide.live_bytes > share_bytes * num_passes:
+                tide.hold_at_most(share_bytes * num_passes)
+        self._beside |= own.keys()
+
     def bytes_beside(self, in_force: Tide) -> int:
         """What open forward passes hold under other plans than that of `in_force`."""
         return sum(tide.live_bytes for tide in self._beside if tide is not in_force)

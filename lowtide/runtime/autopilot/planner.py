@@ -18,13 +18,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.budget import Preset
+from lowtide.core.fate import Fate
 from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -35,7 +38,8 @@ from lowtide.loss.attach import attach_where
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.presets import plan_preset
-from lowtide.planner.problem import state_bytes
+from lowtide.planner.problem import op_base_bytes, state_bytes
+from lowtide.planner.rerun_layers import run_again
 from lowtide.planner.smaller import form_of
 from lowtide.runtime.autopilot.facts import Facts
 from lowtide.runtime.session.consensus import PlanConsensus, agreed
@@ -306,12 +310,46 @@ class Planner:
         high = in_forward + max(0, budget_bytes - predicted.peak_bytes)
         # With what measurements showed beyond the peak.
         slack = max(0, budget_bytes - shape.unforeseen_bytes - predicted.peak_bytes)
-        tide.set_limit(high + high // _GUARD_HEADROOM + 1, slack_bytes=slack)
+        least = _least_bytes(dataclasses.replace(self.facts, beside_bytes=0).known_to(shape.profile), shape.plan)
+        longer = max(0, budget_bytes - shape.unforeseen_bytes - least)
+        limit = high + high // _GUARD_HEADROOM + 1
+        num_calls = Counter(call.name for call in shape.profile.calls)
+        longer -= longer // _GUARD_HEADROOM
+        tide.set_limit(limit, slack_bytes=slack, longer_bytes=longer, num_calls=num_calls)
 
     def close(self) -> None:
         """The model's own loss again."""
         if self._loss is not None:
             self._loss.remove()
+
+
+def _least_bytes(profile: Profile, plan: Plan) -> int:
+    """The most that is on the device beside what is held for backward: state, all gradients, temporaries, what an
+    operator of forward has just made, and what one of backward needs at once. So much is taken in a step of any length
+    that consists of the same operators, in whatever order."""
+    rules = plan.rules
+    layers = tuple(name for name in profile.layers if rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
+    profile = run_again(profile, layers)
+    recipes = {site.name: site.recipe for site in plan.sites if site.fate is Fate.RECOMPUTE and site.recipe is not None}
+    num_ops = len(profile.op_seconds)
+    need = {node.name: node.reads[0] if node.reads else num_ops for node in profile.nodes}
+    release = {node.name: node.release for node in profile.nodes}
+    for node in reversed(profile.nodes):
+        for name in recipes[node.name].nodes if node.name in recipes else ():
+            need[name] = min(need[name], need[node.name])
+            release[name] = max(release[name], need[node.name] + 1)
+    change = np.zeros(num_ops + 1, dtype=np.int64)
+    for node in profile.nodes:
+        for start, end in ((max(node.born, 0), node.dies), (need[node.name], release[node.name])):
+            if start < end:
+                change[start] += node.nbytes
+                change[min(end, num_ops)] -= node.nbytes
+    beside = [recipe.transient_bytes for recipe in recipes.values()]
+    beside += [site.codec.work_bytes for site in plan.sites if site.codec is not None]
+    placement = plan.optimizer
+    away = (placement.moved_bytes or 0) - placement.beside_bytes if placement is not None else 0
+    held = np.cumsum(change)[:num_ops] + op_base_bytes(profile, {}, has_gradients=True)
+    return int(held.max()) + max(beside, default=0) - away
 
 
 def _steady(profile: Profile, facts: Facts) -> Profile:

@@ -118,6 +118,8 @@ class SavedTensorEntry:
     tier: str | None = None
     distance: int | None = None
     leave: int | None = None
+    is_planned: bool = True
+    """A solved plan knows it, or rules decide."""
     node: Node | None = None
     """With a solved plan: its node, if a recipe recomputes it or recipes start from it."""
 

@@ -177,6 +177,7 @@ class FirstForward:
         """What a solved plan says about a saved tensor beyond its fate."""
         node = nodes.get(name)
         if node is None:
+            entry.is_planned = False
             if entry.is_counted and nbytes and name not in self._context.unplanned:
                 self._context.unplanned[name] = nbytes
             return

@@ -36,6 +36,7 @@ from lowtide.runtime.hooks.first_forward import FirstForward
 from lowtide.runtime.hooks.regions import Regions
 from lowtide.runtime.offload.departures import Departures
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
+from lowtide.runtime.offload.spill import Spillable
 from lowtide.runtime.recompute.recipe_graph import RecipeGraph
 from lowtide.runtime.recompute.recipe_nodes import Node
 from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
@@ -118,6 +119,8 @@ class ForwardPass:
     def inside(self, layer: LayerTable) -> Iterator[None]:
         """Tensors saved inside belong to `layer`. Its table is learned if it has none for this call."""
         outer, call = self.at, self._next_call("layer", layer.name)
+        if self.context.guard is not None:
+            self.context.guard.enter(layer.name, call)
         table = layer.tables.get(call)
         is_blind = table is None and self.has_tangents
         if is_blind:
@@ -270,7 +273,7 @@ class ForwardPass:
         if is_unknown or saved.storage is None or self._is_parameter(saved.tensor):
             return self._keep(saved, is_counted=False)
         if fallback.fate is not Fate.SWAP or saved.storage.nbytes() < self.context.min_bytes:
-            return self._keep(saved, is_counted=True)
+            return self._keep(saved, is_counted=True, is_planned=False)
         return self._swap(saved, fallback.tier.value if fallback.tier else None, fallback.prefetch)
 
     def _carry_out(self, saved: Saved, entry: SavedTensorEntry) -> Any:
@@ -280,18 +283,20 @@ class ForwardPass:
             return self._swap(saved, entry.tier, entry.distance, entry.leave)
         if entry.fate is Fate.RECOMPUTE:
             return self._rerun(saved)
-        return self._keep(saved, is_counted=entry.is_counted)
+        return self._keep(saved, is_counted=entry.is_counted, is_planned=entry.is_planned)
 
-    def _keep(self, saved: Saved, *, is_counted: bool) -> Kept:
-        """`is_counted`: the first tensor of a storage that is an activation."""
+    def _keep(self, saved: Saved, *, is_counted: bool, is_planned: bool = True) -> Kept:
+        """`is_counted`: the first tensor of a storage that is an activation. `is_planned`: the plan keeps it."""
         guard = self.context.guard
         if guard is None or not saved.is_movable:
             return self._hold(saved.tensor, is_counted=is_counted)
-        if is_counted:
+        # What no table knows may be a further view.
+        known = None if is_planned and is_counted else guard.view(saved.tensor, self.queue, self.follower)
+        if is_counted and known is None:
             assert saved.storage is not None
             self.context.counters.kept_bytes += saved.storage.nbytes()
-            return guard.keep(saved.tensor, self.queue, self.follower)
-        return guard.view(saved.tensor, self.follower) or self._hold(saved.tensor, is_counted=False)
+            return guard.keep(saved.tensor, self.queue, self.follower, is_planned=is_planned)
+        return known or self._hold(saved.tensor, is_counted=False)
 
     def _hold(self, tensor: torch.Tensor, *, is_counted: bool) -> Kept:
         kept = Kept(tensor, self.follower if self.queue.has_distances else None)
@@ -340,7 +345,7 @@ class ForwardPass:
                 source = start(saved, node)
             if source is None:
                 self._miss()
-                return self._keep(saved, is_counted=entry.is_counted)
+                return self._keep(saved, is_counted=entry.is_counted, is_planned=False)
             source.last_use = next_sequence_number()
             source.num_readers += 1
             return Shared(source, tensor, self.follower)
@@ -351,7 +356,9 @@ class ForwardPass:
             return handle
         if not entry.is_counted or not saved.is_plain:
             return self._keep(saved, is_counted=False)
-        return Kept(tensor, self.follower, recipe_graph.keep(node, tensor, saved.grad_fn))
+        kept = self._keep(saved, is_counted=True)
+        recipe_graph.keep(node, kept, tensor, saved.grad_fn)
+        return kept
 
     def _add_swapped(self, node: Node, handle: Shared, grad_fn: Any) -> None:
         """Recipes may start from a tensor that was swapped."""
@@ -383,8 +390,7 @@ class ForwardPass:
         if self.context.scheduler.on_buffer is not None:
             self.context.scheduler.on_buffer(storage)
         if decision.fate is Fate.KEEP:
-            self.context.counters.kept_bytes += storage.nbytes()
-            return ResidentSource(form, self.context.ledger)
+            return ResidentSource(self._hold(form, is_counted=True), form)
         tier = decision.tier.value if decision.tier else None
         site = self.context.scheduler.enroll(self.queue, storage, version_of(form), decision.prefetch, part_of(form))
         self.departures.add(site, tier, decision.leave, next_sequence_number())
@@ -428,7 +434,10 @@ class ForwardPass:
             handle.source.num_readers -= 1
             self._add_swapped(node, handle, saved.grad_fn)
         else:
-            recipe_graph.keep(node, tensor, saved.grad_fn)
+            kept = self._keep(saved, is_counted=True)
+            if isinstance(kept, Spillable):
+                kept.num_readers -= 1  # the same
+            recipe_graph.keep(node, kept, tensor, saved.grad_fn)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,9 @@ _WINDOW_SHARE = 50
 class Bringer(Protocol):
     """What `Prefetch` calls to start a fetch. An `OffloadScheduler` has it."""
 
+    def has_room(self, site: OffloadedStorage) -> bool:
+        """Whether a site may be fetched ahead of need."""
+
     def ensure_resident(self, site: OffloadedStorage) -> None:
         """Unless the bytes are on the device or being fetched, start the fetch."""
 
@@ -136,7 +139,7 @@ class Prefetch:
 
     def _start(self, site: OffloadedStorage, queue: PrefetchQueue, scheduler: Bringer) -> bool:
         """Start a fetch ahead of need; False where memory has no room for it."""
-        if self._full_task == queue.task:
+        if self._full_task == queue.task or not scheduler.has_room(site):
             return False
         if self._engine.compute_stream() != site.stream:
             return True  # its buffer has to come from the pool of the reader's stream: its reader will fetch it

@@ -88,6 +88,13 @@ class OffloadScheduler:
         weakref.finalize(self, _leave_the_rest, engine.leftovers, *rest).atexit = False
         # Called with every buffer that the engine makes, while something counts live bytes. None: nothing does.
         self.on_buffer: Callable[[torch.UntypedStorage], None] | None = None
+        # Nothing is fetched ahead of need beyond so many bytes of activations. None: as far as the plan says.
+        self.most_ahead_bytes: int | None = None
+
+    def has_room(self, site: OffloadedStorage) -> bool:
+        """Whether a site may be fetched ahead of need."""
+        most_bytes = self.most_ahead_bytes
+        return most_bytes is None or self.ledger.now_bytes + site.copy.nbytes <= most_bytes
 
     @property
     def leaving_bytes(self) -> int:

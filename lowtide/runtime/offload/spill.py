@@ -11,23 +11,23 @@ copies lag, compute waits: a stall, not an out-of-memory.
 Why: a plan is as good as what it was made from. A longer sequence, an expert that gets all the tokens, another program
 on the device: the guard turns these into a slower step.
 
-`cushion` is the last resort on CUDA: a pool from which the allocator may take free blocks when all else has failed.
-Not yet measured on a GPU.
+A step that is longer than the one that was planned (a layer runs more often, operators save what the plan does not
+know, or live bytes pass the mark) may have its worst moment where the plan's is not: gradients come while activations
+of earlier calls are still there. From then on, until its backward pass is over, activations get what the budget leaves
+beside state, all gradients, and what any operator of the step needs at once, whatever the plan keeps; what recipes
+start from is spilled too, and nothing is fetched ahead of need beyond that.
 
 Cost: a limit that is never reached costs 4 to 10 us a kept tensor, and 3 us a parameter and forward; one comparison
-with the mark 0.05 us. Not covered: what recipes start from, and inputs that recomputed regions hold (they are few and
-planned for); gradients that grow during backward; storages that something else holds too (they are copied and, as
-`stats.aliased_bytes` says, not freed).
+with the mark 0.05 us. Not covered: operators that need more at once than any of the step that was planned; storages
+that something else holds too (they are copied and, as `stats.aliased_bytes` says, not freed).
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -97,7 +97,7 @@ class Group:
     def spill(self) -> int:
         """Start the storage's copy out. Returns the bytes that it will free. Call it under the scheduler's lock."""
         handles = [handle for handle in (reference() for reference in self.handles) if handle is not None]
-        if not handles or any(version_of(handle.tensor) != self.version for handle in handles):
+        if not handles or any(version_of(handle.tensor) != handle.version for handle in handles):
             return 0  # modified since it was saved: plain autograd will raise, and so must the handle
         storage = handles[0].tensor.untyped_storage()
         site = self.scheduler.find(storage, self.version, self.part)
@@ -106,7 +106,7 @@ class Group:
         self.scheduler.ledger.change(self.share, 0)  # the site has them in the ledger from now on
         # Distance 0: it is fetched when it is read. There is no room for it before.
         self.site = site = self.scheduler.enroll(self.queue, storage, self.version, 0, self.part)
-        site.num_readers = len(handles)
+        site.num_readers = sum(handle.num_readers for handle in handles)
         site.last_use = self.sequence
         for handle in handles:
             handle.let_go()
@@ -118,16 +118,38 @@ class Group:
 class Spillable(Kept):
     """A saved tensor that stays on the device until the guard needs the room."""
 
-    __slots__ = ("group", "view")
+    __slots__ = ("_num_readers", "group", "view")
 
     def __init__(self, tensor: torch.Tensor, group: Group, on_open: Callable[[], None]) -> None:
         super().__init__(tensor, on_open, group)
         self.group = group
         self.view: View | None = None
+        self._num_readers = 1
         group.handles.append(weakref.ref(self))
         if group.site is not None:
             group.site.num_readers += 1
             self.let_go()
+
+    @property
+    def num_readers(self) -> int:
+        """Who reads it in backward: autograd, and recipes."""
+        return self._num_readers
+
+    @num_readers.setter
+    def num_readers(self, count: int) -> None:
+        if self.group.site is not None:
+            self.group.site.num_readers += count - self._num_readers
+        self._num_readers = count
+
+    def is_intact(self) -> bool:
+        return version_of(self.tensor if self.view is None else self.view.alias) == self.version
+
+    def read(self) -> torch.UntypedStorage:
+        with self.group.scheduler.lock:
+            if self.view is None:
+                return self.tensor.untyped_storage()
+            assert self.group.site is not None
+            return self.group.site.read()
 
     def let_go(self) -> None:
         """Drop the tensor. From now on it is read from the group's site."""
@@ -141,8 +163,7 @@ class Spillable(Kept):
             assert self.on_open is not None
             self.on_open()
             self.view.check()
-            assert self.group.site is not None
-            return self.view.over(self.group.site.read())
+            return self.view.over(self.read())
 
 
 class Guard:
@@ -158,8 +179,12 @@ class Guard:
         min_bytes: int,
         state_bytes: Callable[[], int],
         slack_bytes: int | None = None,
+        longer_bytes: int | None = None,
+        num_calls: Mapping[str, int] | None = None,
     ) -> None:
-        """`slack_bytes`: so much of what the plan drops may stay before its peak passes the budget. None: unknown."""
+        """`slack_bytes`: so much of what the plan drops may stay before its peak passes the budget. `longer_bytes`: so
+        much may activations take in a step that is longer than the plan knows. `num_calls`: of layers, in the step that
+        was planned. None: unknown."""
         self.beside_bytes: Callable[[], int] = int
         """What forward passes hold whose backward pass is still to come, and that ran under other plans."""
         self.limit_bytes = limit_bytes
@@ -168,6 +193,12 @@ class Guard:
         self._owed: deque[tuple[weakref.ref[MaySpill], int]] = deque()
         """Recomputed sources that had to stay in this forward pass, and were not spilled yet."""
         self._high_bytes = limit_bytes - limit_bytes // _HEADROOM_SHARE
+        self._longer_bytes = longer_bytes
+        self._num_calls = num_calls
+        self._is_longer = False
+        """What is saved in this step is more than the plan knows."""
+        self.num_extra_calls = 0
+        """Calls of layers that no plan knew, so far."""
         self._scheduler = scheduler
         self._counters = counters
         self._ledger = ledger
@@ -185,19 +216,43 @@ class Guard:
         self._groups = {key: reference for key, reference in self._groups.items() if reference() is not None}
         self._unplanned_bytes = 0
         self._owed.clear()
+        if self._ledger.now_bytes == 0:
+            self._is_longer = False
+            self._scheduler.most_ahead_bytes = None
 
-    def keep(self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None]) -> Spillable:
-        """The handle on a storage that is kept for the first time in this forward pass. May spill other groups."""
-        sequence = next_sequence_number()
-        self._scheduler.engine.compute_stream()  # a copy that begins on another stream must wait for this one too
-        group = Group(tensor, self._scheduler, self._ledger, self._spill_queue(queue), sequence)
-        reference: weakref.ref[Group | MaySpill] = weakref.ref(group)
-        self._groups[storage_key(tensor.untyped_storage())] = weakref.ref(group)
-        if group.nbytes >= self._min_bytes:
-            self._candidates.append(reference)
+    def keep(
+        self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None], *, is_planned: bool = True
+    ) -> Spillable:
+        """The handle on a storage that is kept for the first time in this forward pass. May spill other groups.
+        `is_planned`: the plan keeps it."""
+        group = self._add_group(tensor, queue)
         handle = Spillable(tensor, group, on_open)
+        if not is_planned and group.nbytes >= self._min_bytes:
+            self._note_longer()
         self.check()
         return handle
+
+    def _add_group(self, tensor: torch.Tensor, queue: PrefetchQueue) -> Group:
+        self._scheduler.engine.compute_stream()  # a copy that begins on another stream must wait for this one too
+        group = Group(tensor, self._scheduler, self._ledger, self._spill_queue(queue), next_sequence_number())
+        self._groups[storage_key(tensor.untyped_storage())] = weakref.ref(group)
+        if group.nbytes >= self._min_bytes:
+            reference: weakref.ref[Group | MaySpill] = weakref.ref(group)
+            self._candidates.append(reference)
+        return group
+
+    def enter(self, layer: str, call: int) -> None:
+        """A layer begins, which has run `call` times before in this forward pass. May spill."""
+        if self._num_calls is not None and call >= self._num_calls.get(layer, call + 1):
+            self.num_extra_calls += 1
+            self._note_longer()
+            self.check()
+
+    def _note_longer(self) -> None:
+        """From now on this step is not the one that was planned: its worst moment may be where the plan's is not."""
+        if not self._is_longer and self._longer_bytes is not None:
+            self._is_longer = True
+            self._scheduler.most_ahead_bytes = self._longer_bytes
 
     def offer(self, source: MaySpill, queue: PrefetchQueue) -> None:
         """A recomputed source that has to stay because its recipe does not hold: it may be spilled.
@@ -213,12 +268,14 @@ class Guard:
             self._unplanned_bytes += source.nbytes
             self._owed.append((weakref.ref(source), source.nbytes))
 
-    def view(self, tensor: torch.Tensor, on_open: Callable[[], None]) -> Spillable | None:
+    def view(self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None]) -> Spillable | None:
         """A further handle on a storage that has a group already; None if it has none."""
         reference = self._groups.get(storage_key(tensor.untyped_storage()))
         group = reference() if reference is not None else None
-        if group is None or not group.is_of(tensor):
+        if group is None or group.weak.expired():
             return None
+        if group.site is not None and not group.is_of(tensor):
+            group = self._add_group(tensor, queue)  # written since the storage was sent away: it is here again
         group.sequence = next_sequence_number()
         return Spillable(tensor, group, on_open)
 
@@ -235,10 +292,16 @@ class Guard:
         live_bytes = self._model_bytes + self.beside_bytes() + self._ledger.now_bytes
         if device is not None and device.type != "cpu":
             live_bytes = self._scheduler.engine.device_bytes() or live_bytes
-        if live_bytes <= self._high_bytes:
+        excess_bytes = live_bytes - self._high_bytes
+        if excess_bytes > 0:
+            self._note_longer()
+        if self._is_longer:
+            assert self._longer_bytes is not None
+            excess_bytes = max(excess_bytes, self.beside_bytes() + self._ledger.now_bytes - self._longer_bytes)
+        if excess_bytes <= 0:
             return
         with self._scheduler.lock, disable_current_modes():
-            if not self._spill(live_bytes - self._high_bytes, next_sequence_number()):
+            if not self._spill(excess_bytes, next_sequence_number()):
                 self._counters.num_over_limit += 1
 
     def hold_at_most(self, nbytes: int) -> None:
@@ -307,22 +370,3 @@ class Guard:
                 missing_bytes -= spilled_bytes
         self._scheduler.retire(max(0, self._scheduler.leaving_bytes - excess_bytes))
         return missing_bytes <= 0
-
-
-@contextlib.contextmanager
-def cushion(nbytes: int, device: torch.device) -> Iterator[bool]:
-    """Inside, CUDA's allocator may use a block of `nbytes` before it raises. Yields whether there is such a block.
-
-    There is none on other devices, and with a torch whose pools cannot do this. Not yet measured on a GPU.
-    """
-    if device.type != "cuda" or "use_on_oom" not in inspect.signature(torch.cuda.MemPool.__init__).parameters:
-        yield False
-        return
-    pool = torch.cuda.MemPool(use_on_oom=True)
-    with torch.cuda.use_mem_pool(pool, device=device):
-        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    del block  # the pool keeps it as a free block of the stream that made it
-    try:
-        yield True
-    finally:
-        del pool

@@ -22,8 +22,8 @@ the same order. So whatever decides whether it runs must be the same on all of t
 - The proof of a rank's own operators may fail on one rank only. So in the first forward all ranks decide together,
   once, about such a recipe and about each recipe that starts from its result. A rank on which the proof fails in a
   later forward raises an error.
-- Free memory decides nothing here: the guard spills no sources, and one rank alone never repeats a micro-batch with
-  collectives (session/retry.py).
+- Free memory decides nothing here: what the guard spills comes back when it is read, and one rank alone never repeats
+  a micro-batch with collectives (session/retry.py).
 A recomputed source runs once in a backward pass, before its first reader; backward reads in the order of the graph.
 
 Stored smaller. A site with a codec gets a `RecomputedSource` whose program is a decoder and whose one link leads to the
@@ -55,6 +55,7 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Input, Node, Source, SourceLink, StateLink
 from lowtide.runtime.recompute.recipe_sources import RecomputedSource, ResidentSource
+from lowtide.runtime.saved.handle import Kept
 from lowtide.runtime.saved.stats import Counters
 from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.kinds import is_plain
@@ -96,12 +97,10 @@ class RecipeGraph:
     _marks: dict[Any, str] = field(default_factory=dict)
     """Autograd's nodes that made the sources' tensors. Held, so that no other node gets their identity."""
 
-    def keep(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> ResidentSource:
-        """The source of a node that stays and from which recipes may start. `grad_fn`: autograd's node that made it."""
-        source = ResidentSource(tensor, self.scheduler.ledger)
-        self.counters.kept_bytes += source.nbytes
-        self.add(node, source, grad_fn)
-        return source
+    def keep(self, node: Node, handle: Kept, tensor: torch.Tensor, grad_fn: Any) -> None:
+        """Add the source of a node that stays, and from which recipes may start. `grad_fn`: autograd's node that made
+        it."""
+        self.add(node, ResidentSource(handle, tensor), grad_fn)
 
     def find(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
         """The recomputed source of this tensor's storage, if there is one."""

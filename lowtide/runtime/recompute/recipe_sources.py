@@ -3,7 +3,8 @@
 What: a solved plan gives single storages the fate `recompute`: their tensor is dropped when autograd saves it, and a
 short recipe recomputes it in backward. Each node that takes part has a source:
 
-- `ResidentSource` holds a detached alias of a tensor that stays on the device;
+- `ResidentSource` holds the handle on a tensor that stays on the device, under a limit until the guard needs the room
+  (runtime/offload/spill.py);
 - `OffloadedSource` refers to an `OffloadedStorage` of the scheduler; each recipe that starts from it counts as one more
   reader of that storage;
 - `RecomputedSource` holds a recipe, and links to the sources, parameters and buffers that the recipe starts from.
@@ -37,9 +38,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.recipes.proof import Start
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
+from lowtide.runtime.offload.spill import Spillable
 from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_nodes import SourceLink, StateLink
-from lowtide.runtime.saved.stats import Ledger
+from lowtide.runtime.saved.handle import Kept
 from lowtide.tensors.codecs import Decoder
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import current_graph_task_id, keeps_graph, storage_key, version_of
@@ -47,27 +49,40 @@ from lowtide.tensors.view import Shape, View, version_alias
 
 
 class ResidentSource:
-    """The source of a node that stays on the device. Counts its bytes in the ledger."""
+    """The source of a node that stays on the device, under a limit until the guard needs the room. Its handle has the
+    bytes in the ledger."""
 
-    __slots__ = ("__weakref__", "alias", "last_use", "nbytes", "num_readers", "shape", "version")
+    __slots__ = ("_handle", "_key", "_num_readers", "last_use", "nbytes", "shape")
 
-    def __init__(self, tensor: torch.Tensor, ledger: Ledger) -> None:
-        self.nbytes = tensor.untyped_storage().nbytes()
-        ledger.hold(self, self.nbytes)
-        self.alias = tensor.detach()
-        self.version = version_of(tensor)
+    def __init__(self, handle: Kept, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._handle = handle
+        if not isinstance(handle, Spillable):
+            handle.bytes_of = None  # the ledger knows it all the same; recipes need all of it, not a rank's slice
+        self._key = storage_key(storage)
+        self._num_readers = 0
+        self.nbytes = storage.nbytes()
         self.shape = Shape.of(tensor)
         self.last_use = 0
-        self.num_readers = 0
+
+    @property
+    def num_readers(self) -> int:
+        return self._num_readers
+
+    @num_readers.setter
+    def num_readers(self, count: int) -> None:
+        if isinstance(self._handle, Spillable):
+            self._handle.num_readers += count - self._num_readers
+        self._num_readers = count
 
     def is_intact(self) -> bool:
-        return version_of(self.alias) == self.version
+        return self._handle.is_intact()
 
     def read(self) -> torch.UntypedStorage:
-        return self.alias.untyped_storage()
+        return self._handle.read()
 
     def start(self, name: str, shape: Shape) -> Start:
-        return Start(name, storage_key(self.alias.untyped_storage()), self.version, shape)
+        return Start(name, self._key, self._handle.version, shape)
 
 
 class OffloadedSource:

@@ -69,6 +69,14 @@ class Kept:
         """Whether this handle counts the bytes of its storage in the ledger."""
         return isinstance(self.bytes_of, Share)
 
+    def is_intact(self) -> bool:
+        """Whether its bytes are still those of the forward pass."""
+        return version_of(self.tensor) == self.version
+
+    def read(self) -> torch.UntypedStorage:
+        """The storage with the bytes on the device, for a recipe that starts from it."""
+        return self.tensor.untyped_storage()
+
     def open(self) -> torch.Tensor:
         """The tensor. Raises RuntimeError if it was modified in place since it was saved."""
         if self.on_open is not None:

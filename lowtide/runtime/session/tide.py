@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -171,8 +171,11 @@ class Tide:
 
     @property
     def num_misfits(self) -> int:
-        """Saved tensors that a solved plan did not expect, or not where they came. Unlike `stats`, cheap."""
-        return self._counters.num_divergences + len(self._context.unplanned)
+        """Saved tensors that a solved plan did not expect, or not where they came, and calls of layers that it did not
+        expect. Unlike `stats`, cheap."""
+        guard = self._context.guard
+        num_extra = 0 if guard is None else guard.num_extra_calls
+        return self._counters.num_divergences + len(self._context.unplanned) + num_extra
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew."""
@@ -201,9 +204,18 @@ class Tide:
         """Show `on_buffer` every buffer that a fetch fills, which no operator makes; None: none."""
         self._scheduler.on_buffer = on_buffer
 
-    def set_limit(self, limit_bytes: int | None, *, slack_bytes: int | None = None) -> None:
+    def set_limit(
+        self,
+        limit_bytes: int | None,
+        *,
+        slack_bytes: int | None = None,
+        longer_bytes: int | None = None,
+        num_calls: Mapping[str, int] | None = None,
+    ) -> None:
         """Spill kept activations before live bytes on the device pass this limit; None: no limit. `slack_bytes`: how
-        much of what the plan makes again may stay where recipes do not hold; more is spilled.
+        much of what the plan makes again may stay where recipes do not hold; more is spilled. `longer_bytes`: how much
+        activations may take in a step that is longer than planned, whatever else the limit says; `num_calls`: how often
+        layers run in a step as planned.
 
         A safety net under a plan, not a plan: see runtime/offload/spill.py. It holds from the next forward pass on.
         """
@@ -218,6 +230,8 @@ class Tide:
                 min_bytes=self._plan.min_bytes,
                 state_bytes=self._model_state_bytes,
                 slack_bytes=slack_bytes,
+                longer_bytes=longer_bytes,
+                num_calls=num_calls,
             )
 
     def stand_beside(self, beside_bytes: Callable[[], int]) -> None:

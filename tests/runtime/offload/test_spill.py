@@ -14,7 +14,6 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.offload.site import PrefetchQueue
-from lowtide.runtime.offload.spill import cushion
 from lowtide.runtime.session.tide import Tide
 from tests.support import zoo
 from tests.support.grid import in_turn
@@ -184,28 +183,6 @@ def test_several_live_graphs_retained_ones_and_dropped_ones() -> None:
         assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
         assert tide.engine.violations == []
     assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_there_is_no_cushion_on_the_host() -> None:
-    with cushion(1 << 20, torch.device("cpu")) as is_there:
-        assert not is_there
-
-
-@pytest.mark.gpu
-def test_a_cushion_saves_an_allocation() -> None:
-    device = torch.device("cuda")
-    if torch.accelerator.current_accelerator().type != "cuda":
-        pytest.skip("pools that help out are CUDA's")
-    nbytes = 256 << 20
-    with cushion(nbytes, device) as is_there:
-        if not is_there:
-            pytest.skip("this torch has no pools that help out")
-        used = torch.cuda.memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(used + 1e-4, device)
-        try:
-            assert torch.empty(nbytes // 2, dtype=torch.uint8, device=device).is_cuda
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def test_gradients_that_came_are_counted_in_the_next_forward() -> None:
