@@ -65,10 +65,10 @@ WITHOUT = {
 
 MOST = {
     "lines": 58_853,
-    "files": 282,
-    "classes": 558,
-    "files that one other file imports": 47,
-    "classes with more than 15 attributes": 26,
+    "files": 274,
+    "classes": 557,
+    "files that one other file imports": 43,
+    "classes with more than 15 attributes": 25,
     "class names that several classes have": 18,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,
