@@ -64,12 +64,12 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_853,
-    "files": 274,
-    "classes": 557,
-    "files that one other file imports": 43,
-    "classes with more than 15 attributes": 25,
-    "class names that several classes have": 18,
+    "lines": 58_481,
+    "files": 257,
+    "classes": 542,
+    "files that one other file imports": 41,
+    "classes with more than 15 attributes": 22,
+    "class names that several classes have": 15,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,
 }

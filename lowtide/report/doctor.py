@@ -27,7 +27,7 @@ from lowtide.engines.tiers.disk import default_directory, file_system_type
 from lowtide.engines.tiers.host_buffers import MALLOC_VARIABLE
 from lowtide.engines.tiers.host_limit import cpus_near, host_limit, num_nodes
 from lowtide.errors import ConfigError
-from lowtide.tensors.versions import TESTED
+from lowtide.tensors.private import TESTED
 from lowtide.units import GIB, format_bytes
 
 State = Literal["ok", "note", "bad"]
