@@ -64,10 +64,10 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_635,
-    "files": 264,
-    "classes": 543,
-    "files that one other file imports": 43,
+    "lines": 58_481,
+    "files": 257,
+    "classes": 542,
+    "files that one other file imports": 41,
     "classes with more than 15 attributes": 22,
     "class names that several classes have": 15,
     "parameters of a constructor": 9,

@@ -36,8 +36,7 @@ from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
-from lowtide.mindformers.follow import follow
-from lowtide.mindformers.stages import layers_by_offset, sections_of_stages
+from lowtide.mindformers.follow import follow, layers_by_offset, sections_of_stages
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.cut_model import cut, leave, loss_function
 from lowtide.pipeline.execute import Pipeline

@@ -1,4 +1,4 @@
-"""The command `lowtide`: one file a command.
+"""The command `lowtide`: one file a command, and one for the short ones.
 
 Start at `main.py`.
 May import: everything. Nothing imports it.

@@ -87,18 +87,17 @@ def _traced(settings: RunConfig) -> Profile:
         return trace_run(settings, hardware_of_run(settings), say=waiting.say)
 
 
+_OPTIONS = {"num_layers": "--num-layers", "pipeline_stage": "--pp", "pp_interleave_num": "--vpp", "offset": "--offset"}
+
+
 def _resolved(sections: Sections, profile: Profile | None, args: argparse.Namespace) -> Resolution:
-    written = {"num_layers": args.num_layers, "pipeline_stage": args.pp, "pp_interleave_num": args.vpp}
-    grid: Any = {key: value for key, value in written.items() if key != "num_layers"} | {"offset": _offset(args.offset)}
+    grid: Any = {"pipeline_stage": args.pp, "pp_interleave_num": args.vpp, "offset": _offset(args.offset)}
     # A message about a number names the option that says it, also where neither the file nor the command line does.
-    options = {
-        "num_layers": "--num-layers",
-        "pipeline_stage": "--pp",
-        "pp_interleave_num": "--vpp",
-        "offset": "--offset",
+    own = {
+        key: option
+        for key, option in _OPTIONS.items()
+        if (grid | {"num_layers": args.num_layers})[key] is not None or key not in sections.places
     }
-    said = {key for key, value in (written | grid).items() if value is not None}
-    own = {key: option for key, option in options.items() if key in said or key not in sections.places}
     sections = dataclasses.replace(sections, places={**sections.places, **own})
     if profile is None and args.num_layers is None and sections.num_layers is None:
         raise ConfigError(

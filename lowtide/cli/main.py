@@ -1,4 +1,4 @@
-"""The `lowtide` command: a table of subcommands, one file each, imported when they are asked for.
+"""The `lowtide` command: a table of subcommands, whose files are imported when they are asked for.
 
 Why so late: torch takes seconds to import, and `lowtide --help` must answer at once. A command's own file is imported
 only when that command is run or its help is asked for; it offers `add_arguments(parser)` and `run(args) -> int`, and
@@ -14,7 +14,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -35,19 +35,29 @@ class Command:
     module: str
     help: str
 
+    def functions(self, name: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[..., int]]:
+        """What adds the arguments of this command, and what runs it."""
+        module = importlib.import_module(self.module)
+        if self.module == _SHORT:
+            return getattr(module, f"{name}_arguments"), getattr(module, name)
+        return module.add_arguments, module.run
+
+
+_SHORT = "lowtide.cli.commands"
+
 
 COMMANDS = {
     "diff": Command(module="lowtide.cli.diff", help="say what one plan does otherwise than another"),
-    "doctor": Command(module="lowtide.cli.doctor", help="say whether this machine is ready, and what is in the way"),
+    "doctor": Command(module=_SHORT, help="say whether this machine is ready, and what is in the way"),
     "explain": Command(
         module="lowtide.cli.explain", help="say what recompute_config and swap_config mean, layer by layer"
     ),
-    "export": Command(module="lowtide.cli.export", help="say a plan in the words of another framework"),
+    "export": Command(module=_SHORT, help="say a plan in the words of another framework"),
     "glossary": Command(module="lowtide.cli.glossary", help="say what a word of the output means"),
     "plan": Command(module="lowtide.cli.plan", help="find the fastest plan within a budget, without running a step"),
     "profile": Command(module="lowtide.cli.profile", help="look at one training step, and save what was seen"),
-    "report": Command(module="lowtide.cli.report", help="write what a run did as one HTML file, a trace or data"),
-    "train": Command(module="lowtide.cli.train", help="train a model as a run file says"),
+    "report": Command(module=_SHORT, help="write what a run did as one HTML file, a trace or data"),
+    "train": Command(module=_SHORT, help="train a model as a run file says"),
 }
 
 
@@ -56,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(arguments)
-        return int(importlib.import_module(COMMANDS[args.command].module).run(args))
+        return int(COMMANDS[args.command].functions(args.command)[1](args))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
@@ -107,7 +117,7 @@ def parsers(asked: str | None) -> tuple[argparse.ArgumentParser, dict[str, argpa
     for name, command in COMMANDS.items():
         found[name] = adder.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
         if name == asked:
-            importlib.import_module(command.module).add_arguments(found[name])
+            command.functions(name)[0](found[name])
     return parser, found
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from lowtide.cli import alternatives, plan_cluster, plan_sharded
-from lowtide.cli.plan_changes import changes_of
 from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 _MAX_CURVE_POINTS = 1024
 _WORDS = "what a word means: lowtide glossary, or lowtide glossary WORD"
-_MOST_PROFILE_BYTES = 256 * MIB
+MOST_PROFILE_BYTES = 256 * MIB
 _PLACES = ("keep", "swap", "auto")
 
 
@@ -98,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         if settings.is_sharded:
             rank = plan_sharded.rank_of(settings, args, profile)
             profile = rank.profile
+        from lowtide.cli.run_step import changes_of
         from lowtide.planner.plan_profile import plan_profile
         from lowtide.planner.presets import plan_settled
         from lowtide.report.budget_sweep import budget_sweep
@@ -204,7 +204,7 @@ class _PlanMaker:
 
     def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
         """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
-        from lowtide.cli.run_step import trace_run
+        from lowtide.cli.run_step import changes_of, trace_run
         from lowtide.planner.plan_profile import plan_profile
         from lowtide.planner.presets import plan_settled
 
@@ -368,7 +368,7 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
 
         device = _hardware(settings, args)
         return trace_run(settings, device, say=waiting.say), device.link
-    text = read_text(args.profile, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
+    text = read_text(args.profile, most_bytes=MOST_PROFILE_BYTES, where="--profile: ")
     try:
         profile = Profile.from_json(text)
     except ConfigError as error:
@@ -489,5 +489,6 @@ def _document(
         "curve": curve.thinned(_MAX_CURVE_POINTS),
     }
     if network is not None:
-        document["network"] = dataclasses.asdict(network)
+        flat = dataclasses.asdict(network)
+        document["network"] = flat | flat.pop("step")
     return document

@@ -10,6 +10,7 @@ network than a plain step does; the printed step counts that, the choice of the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from lowtide.planner.optimizer_kinds import Weight, shard_of
 from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
-    from lowtide.cluster.sharded import Sharding
+    from lowtide.cluster.sharded import NetworkStep, Sharding
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
     from lowtide.timeline.cluster import Cluster
@@ -36,21 +37,17 @@ class Network:
     replicas: int
     """How many groups of `ranks` there are."""
     cluster: str
-    step_seconds: float
-    """Of the plan, with the network."""
-    network_seconds: float
-    exposed_seconds: float
-    slowed_seconds: float
-    copy_seconds: float
+    step: NetworkStep
+    """That of the plan."""
 
     def lines(self) -> list[str]:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         return [
             f"fully sharded over {self.ranks} ranks{replicas} (cluster {self.cluster}): "
-            f"step {format_seconds(self.step_seconds)} "
-            f"with gathers and reductions of {format_seconds(self.network_seconds)}",
-            f"  {format_seconds(self.exposed_seconds)} of them are waited for, slow compute by "
-            f"{format_seconds(self.slowed_seconds)}, copies of buffers {format_seconds(self.copy_seconds)}",
+            f"step {format_seconds(self.step.step_seconds)} "
+            f"with gathers and reductions of {format_seconds(self.step.network_seconds)}",
+            f"  {format_seconds(self.step.exposed_seconds)} of them are waited for, slow compute by "
+            f"{format_seconds(self.step.slowed_seconds)}, copies of buffers {format_seconds(self.step.copy_seconds)}",
         ]
 
 
@@ -87,11 +84,9 @@ class Rank:
             ranks=self.sharding.ranks,
             replicas=self.sharding.replicas,
             cluster=self.cluster.name,
-            step_seconds=plan.predicted.step_seconds + played.step_seconds - sum(step.op_seconds),
-            network_seconds=played.network_seconds,
-            exposed_seconds=played.exposed_seconds,
-            slowed_seconds=played.slowed_seconds,
-            copy_seconds=played.copy_seconds,
+            step=dataclasses.replace(
+                played, step_seconds=plan.predicted.step_seconds + played.step_seconds - sum(step.op_seconds)
+            ),
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lowtide.cli.plan import check_writable, write
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.core.text_table import align, layers_label, runs, wrapped
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
 
@@ -58,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
 
 def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
     """Layers, and the largest sites, in lines of at most `width` characters."""
-    from lowtide.core.text_table import align, wrapped
-
     sites = profile.sites
     how = f"traced, times by roofline of {profile.device}" if profile.is_fake else f"observed on {profile.device}"
     lines = [
@@ -82,8 +81,6 @@ def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
 
 
 def _layer_cells(profile: Profile) -> list[tuple[str, ...]]:
-    from lowtide.core.text_table import layers_label, runs
-
     num_ops, seconds = _by_layer(profile)
     cells: list[tuple[str, ...]] = [("", "operators", "forward", "backward", "saved", "with a recipe")]
     groups = [

@@ -2,6 +2,9 @@
 
 What: `trace_run` needs no weights and no device; `observe_run` builds the model, takes one micro-batch of random bytes
 through it, and changes nothing. Both see the step as the trainer takes it: its precision, its optimizer's state.
+`changes_of` lists changes of a run file that `lowtide plan` tries where no plan fits, each traced as it would run: half
+the micro-batch, weights in bf16, the loss in slices or with its head in blocks, parameters in shards. Only those that
+make the largest part of the memory smaller are tried (planner/advice.py).
 Cost: `trace_run` a second or two; `observe_run` a few plain steps, and the weights.
 Not covered: several ranks; every rank's step is the same but for what gradients' exchange takes.
 """
@@ -9,23 +12,29 @@ Not covered: several ranks; every rank's step is the same but for what gradients
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide.cli.run_model import build_model, fresh_model, model_config
-from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.config.memory import BlocksOfRows, MemoryConfig, plan_from_rules
 from lowtide.config.run import NUM_BYTE_TOKENS, RunConfig, TrainConfig
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import sliced_where
+from lowtide.planner.advice import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
 from lowtide.planner.optimizer_kinds import Weight
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
+
+if TYPE_CHECKING:
+    from lowtide.core.profile import Profile
+    from lowtide.timeline.hardware import Hardware
 
 Say = Callable[[str], None]
 
@@ -194,3 +203,51 @@ def link_of_device(run: RunConfig, device_type: str) -> Link:
     engine = choose_engine(run.train.engine, place, plan_from_rules(memory, ()))
     with contextlib.closing(engine):
         return measure_link(engine, device, place=str(memory.disk_path or ""), cache=cache_path())
+
+
+_RANKS = (2, 8)
+_ROWS = 16384
+
+
+def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[Change]:
+    """Of a run whose step was `traced` for this device."""
+
+    def change(text: str, helps: tuple[str, ...], other: RunConfig) -> Change:
+        return Change(
+            text=text, helps=frozenset(helps), profile=lambda: trace_run(other, hardware, say=lambda text: None)
+        )
+
+    state = (WEIGHTS, GRADIENTS, OPTIMIZER, STEP)
+    train, memory = run.train, run.memory or MemoryConfig()
+    if traced.loss == "plain" and memory.loss != "auto":
+        sliced = dataclasses.replace(memory, loss="auto")
+        yield change("memory.loss: auto", (LOSS,), dataclasses.replace(run, memory=sliced))
+    if memory.slices_loss["rows"] is None and train.batch_size * run.data.sequence_length > 2 * _ROWS:
+        blocks = dataclasses.replace(memory, loss=BlocksOfRows(rows=_ROWS))
+        text = f"memory.loss: {{rows: {_ROWS}}}, which has bits of its own"
+        yield change(text, (LOSS,), dataclasses.replace(run, memory=blocks))
+    if train.batch_size >= 2:
+        half = dataclasses.replace(run, train=dataclasses.replace(train, batch_size=train.batch_size // 2))
+        text = f"{HALF_A_BATCH}, train.batch_size: {train.batch_size // 2}"
+        yield change(text, (ACTIVATIONS, LOSS), half)
+    if train.precision != "bf16":
+        narrow = dataclasses.replace(
+            run,
+            train=dataclasses.replace(train, precision="bf16"),
+            model=dataclasses.replace(run.model, dtype="bfloat16"),
+        )
+        yield change("train.precision: bf16", state, narrow)
+    for ranks in _RANKS:
+        yield Change(
+            text=f"parallel: {{shard: fsdp2, data: {ranks}}}, without its network",
+            helps=frozenset(state),
+            profile=lambda ranks=ranks: _sharded(run, traced, ranks),  # type: ignore[misc]
+        )
+
+
+def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
+    from lowtide.cluster.sharded import Sharding, sharded_profile
+
+    width = 2 if run.model.dtype == "bfloat16" else 4
+    sharding = Sharding(ranks=ranks, stored_width=width, gathered_width=width, reduced_width=width)
+    return sharded_profile(whole, layer_bytes(run, whole.layers), sharding)

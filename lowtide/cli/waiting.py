@@ -1,14 +1,10 @@
-"""What a person sees on stderr while something takes longer than a second.
+"""What a person sees on stderr while something takes longer than a second; and how wide the terminal of stdout is.
 
 What: `Waiting` shows what is going on and for how long: one line that renews itself on a terminal, plain lines in a log
 (after 1 s, 10 s, 20 s, ...). Something that is over within a second shows nothing. stdout is never touched.
-Cost: one sleeping thread. Not covered: shares of a hundred; nothing here knows how long it will take.
-
-How wide the terminal is that stdout goes to.
-
-Why: a table that is wider than the terminal is broken in the middle of words, and its columns are lost. Where stdout is
-a pipe or a file, there is no width: each row stays one line, for `grep` and for other programs.
-Not covered: a terminal whose width changes while a command prints.
+`width_of_stdout`: a table that is wider than the terminal loses its columns. Where stdout is a pipe or a file, there is
+no width: each row stays one line, for `grep` and for other programs.
+Cost: one sleeping thread. Not covered: how long it will take; a terminal whose width changes meanwhile.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ each shape is observed (one extra step that leaves no trace), which shows what e
 recomputed. Then `plan_sections` decides the fates (plan.py), and a tide carries them out. `FilePlans` holds these plans
 by shape; each stays as written, whatever its steps take: nothing is measured, compared or corrected.
 Why a step is observed: files name single operators (`flash_attention`, `feed_forward.mul`) that are no modules.
+Beside a pipeline (`sections_of_stages`) counts and tables are those of its own stages and chunks; a file that was
+written for another pipeline is refused by name.
 Cost: the observed step. Not covered: DTensor parameters of FSDP2 and of tensor parallelism in one model.
 """
 
@@ -26,12 +28,13 @@ from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import attach_where
-from lowtide.mindformers.collectives import with_own_groups
-from lowtide.mindformers.plan import names_of_layers, plan_sections
+from lowtide.mindformers.plan import names_of_layers, plan_sections, with_own_groups
 from lowtide.mindformers.plan_rows import FilePlan, table
 from lowtide.mindformers.schema import Resolution, Sections
+from lowtide.mindformers.schema.grid import make_grid
 from lowtide.mindformers.schema.issues import Issues, layers_text
 from lowtide.mindformers.sharding import KEY_SLICES, Resharding, Slices, tensor_parallel_group
+from lowtide.pipeline.schedule import Schedule, as_v
 from lowtide.profiling.layers import find_layers, is_numbered, named_layers
 from lowtide.runtime.session.consensus import PlanConsensus, agreed
 from lowtide.runtime.session.forward_patch import patched_module
@@ -334,3 +337,50 @@ def sections_in(memory: Any) -> Sections | None:
         root = read_yaml(memory)
         return read_sections(memory, root) if has_sections(root) else None
     return None
+
+
+def layers_by_offset(sections: Sections, schedule: Schedule, num_layers: int) -> list[int]:
+    """How many layers each stage has, by the file's `offset`."""
+    of_stages = sections_of_stages(sections, schedule, num_layers)
+    grid = make_grid(
+        num_layers,
+        of_stages.pipeline_stage,
+        of_stages.pp_interleave_num,
+        of_stages.offset,
+        Issues(compat=False, places=of_stages.places),
+        zero_bubble_v=of_stages.zero_bubble_v,
+    )
+    return [size for row in grid.sizes for size in row]
+
+
+def sections_of_stages(sections: Sections, schedule: Schedule, num_layers: int) -> Sections:
+    """The sections of a file, in which counts are those of this pipeline's stages and chunks.
+
+    Raises `ConfigError` for a file that was written for another pipeline.
+    """
+    issues = Issues(compat=False, places=sections.places)
+    num_chunks = schedule.num_stages // schedule.num_ranks
+    comes_back = num_chunks == 2 and schedule.rank_of_stage == as_v(schedule.num_ranks) and schedule.num_ranks > 1
+    for name, written, wanted in (
+        ("pipeline_stage", sections.pipeline_stage, schedule.num_ranks),
+        ("pp_interleave_num", sections.pp_interleave_num, num_chunks),
+        ("num_layers", sections.num_layers, num_layers),
+    ):
+        if written not in (None, 1, wanted):
+            issues.refuse(
+                name, f"is {written!r}, but the section 'pipeline' and the model make it {wanted}; take it out"
+            )
+    if sections.zero_bubble_v and not comes_back:
+        issues.refuse(
+            "pipeline.schedule",
+            f"is '{schedule.name}', but the file says pipeline_scheduler: zero_bubble_v, whose second chunk comes "
+            "back; choose zb_v or dualpipev, or take pipeline_scheduler out",
+        )
+    return dataclasses.replace(
+        sections,
+        pipeline_stage=schedule.num_ranks,
+        pp_interleave_num=num_chunks,
+        num_layers=num_layers,
+        num_extra_layers=0,
+        zero_bubble_v=comes_back,
+    )

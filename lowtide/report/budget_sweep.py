@@ -1,14 +1,12 @@
-"""What other budgets would cost: the best plans for a few budgets, from the floor to the peak with everything kept.
+"""What other budgets would cost, and what other optimizers would need.
 
-Why: a budget is often a guess. Beside the plan for it, the user wants to see what a little more or less would change.
-The optimizer's state is placed for each budget anew, as far as the configuration lets it move.
-Cost: one short solve for each budget, two or three with `optimizer: auto`. Not covered: other batch sizes.
-
-What other optimizers would need: state, the peak with everything kept, and the floor, by kind of optimizer.
-
-Why: the state is often the largest part, and which optimizer it will be is decided before the first step.
-The state stays through the whole step, so that another one moves every peak by the difference: no plan is made anew.
-Cost: some arithmetic. Not covered: temporaries of other optimizers' steps; state that a plan keeps elsewhere.
+What: `budget_sweep` has the best plans for a few budgets, from the floor to the peak with everything kept, with the
+optimizer's state placed for each anew as far as the configuration lets it move. `optimizer_forecast` has state, peak
+and floor by kind of optimizer: the state stays through the whole step, so another one moves every peak by the
+difference, and no plan is made anew.
+Why: a budget is often a guess, and which optimizer it will be is decided before the first step.
+Cost: one short solve for each budget, two or three with `optimizer: auto`. Not covered: other batch sizes; temporaries
+of other optimizers' steps; state that a plan keeps elsewhere.
 """
 
 from __future__ import annotations

@@ -1,24 +1,13 @@
-"""The report of a run from the files that it left: also of one that failed, was stopped, or is still going on.
+"""What a run leaves for its report, and the report of it: also of one that failed, was stopped, or is still going on.
 
-What: `report_of_folder` reads what `lowtide train` wrote: metrics.jsonl, a line a step, and the files of `RunFiles`.
-Whatever is missing is left out: a run without a budget has no plan, one without stages no rank files.
-Cost: that of drawing. Not covered: runs of other trainers (`lowtide.write_report` has those); the other ranks of a run
-without a pipeline; rank files that are on other machines.
-
-What a run of the trainer (examples/train) leaves for its report, kept up to date while it goes on.
-
-What: run.json (how the run stands), plan.json, step.json (the plan on the clock) and events.json (what the autopilot
-decided) of the first rank; rank-R.json (its last step) of each rank of a pipeline. Each file is replaced
-as a whole, so a reader never sees half of one.
-A full disk ends no training: what cannot be written is left out, which is said once.
-Cost: a run of the timeline for each plan that is made; a file of a rank each 16 steps. Not covered: metrics.jsonl,
-which examples/train/progress.py writes.
-
-The report of a model that trains: what its handle planned, beside what its counters say.
-
-What: `report_of_handle` reads a `Tides` or a `Tide`; it changes neither. A handle with a budget has the whole step
-on the clock. One that follows rules predicts nothing, and its report has the plan and the figures.
-Cost: one run of the timeline. Not covered: other shapes than those in force.
+What: `RunFiles` keeps the files of a run of the trainer (examples/train) up to date: run.json (how the run stands),
+plan.json, step.json (the plan on the clock) and events.json (what the autopilot decided) of the first rank; rank-R.json
+(its last step) of each rank of a pipeline. Each file is replaced as a whole, so a reader never sees half of one. A full
+disk ends no training: what cannot be written is left out, which is said once.
+`report_of_folder` reads them, and metrics.jsonl, a line a step; whatever is missing is left out. `report_of_handle`
+reads a `Tides` or a `Tide` that trains, and changes neither; rules predict nothing, so their report has no clock.
+Cost: a run of the timeline for each plan that is made; a file of a rank each 16 steps; drawing. Not covered: runs of
+other trainers without their handle; the other ranks of a run without a pipeline; rank files on other machines.
 """
 
 from __future__ import annotations
@@ -28,7 +17,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,11 +25,10 @@ from lowtide.core.plan import Plan
 from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
-from lowtide.report.elements import Measured, StepRow, Table, Tile, from_json, to_json
+from lowtide.report.elements import Measured, RunState, StepRow, Table, Tile, from_json, to_json, verdict
 from lowtide.report.played_step import Played, play
 from lowtide.report.rank_step import RankStep, rank_table
 from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
-from lowtide.report.run_state import RunState, verdict
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.tide import Tide
@@ -75,7 +62,7 @@ def report_of_handle(handle: Tide | Tides) -> Report:
                 curve=None if tide is None else tide.audited_curve,
             ),
             title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
-            tables=(_figures(stats), *tables_of(history_of(handle))),
+            tables=(_figures(stats), *_some(history_of(handle))),
         )
     return _of_rules(name, plan, stats, max(stats.peak_device_bytes, audited_bytes))
 
@@ -119,15 +106,10 @@ def _figures(stats: Stats) -> Table:
     return Table(title="What was measured", caption="Totals of this rank.", rows=tuple(rows))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """Rows of text."""
-
-    events: tuple[tuple[str, str, str, str, str], ...]
-
-
-def history_of(handle: Tides) -> History:
-    events = [
+def history_of(handle: Tides) -> Table:
+    """Each decision; the head alone where nothing happened."""
+    rows = [("after forward pass", "why", "budget for the solver", "plan", "took")]
+    rows += [
         (
             str(event.forward),
             event.why,
@@ -137,16 +119,12 @@ def history_of(handle: Tides) -> History:
         )
         for event in handle.events
     ]
-    return History(events=tuple(events))
-
-
-def tables_of(story: History) -> list[Table]:
-    """One of all decisions. None where nothing happened."""
-    if not story.events:
-        return []
-    head = ("after forward pass", "why", "budget for the solver", "plan", "took")
     caption = "Each time that the plan was made or corrected."
-    return [Table(title="What happened", caption=caption, rows=(head, *story.events))]
+    return Table(title="What happened", caption=caption, rows=tuple(rows))
+
+
+def _some(table: Table | None) -> tuple[Table, ...]:
+    return () if table is None or len(table.rows) < 2 else (table,)
 
 
 METRICS, RUN, PLAN, STEP, EVENTS = "metrics.jsonl", "run.json", "plan.json", "step.json", "events.json"
@@ -170,7 +148,7 @@ class RunFiles:
         self._has_warned = False
         self._state: RunState | None = None
         self._digest: str | None = None
-        self._story: History | None = None
+        self._story: Table | None = None
         self._num_writes = 0
         self._peaks: list[tuple[int, int]] = []
         self._num_rank_steps = 0
@@ -282,7 +260,7 @@ def report_of_folder(folder: Path) -> Report:
         is_without_temporaries=state is not None and state.device == "cpu",
         step_seconds=recorded.get("measured_seconds"),
     )
-    story = _read(folder, EVENTS, functools.partial(from_json, History))
+    story = _read(folder, EVENTS, functools.partial(from_json, Table))
     return Report(
         title=f"{folder.name or folder.resolve().name}: {_what(plan, ranks)}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
@@ -290,7 +268,7 @@ def report_of_folder(folder: Path) -> Report:
         remarks=tuple(remarks_of(plan)) if plan is not None else (),
         plan=plan,
         played=played,
-        tables=tuple(_tables(plan, ranks, measured)) + (() if story is None else tuple(tables_of(story))),
+        tables=tuple(_tables(plan, ranks, measured)) + _some(story),
         history=history,
         measured=measured,
         ranks=ranks,

@@ -51,6 +51,7 @@ from lowtide.report.pictures import (
 from lowtide.report.played_step import OWNERS, Played, largest_difference
 from lowtide.report.rank_step import COMPUTE, RankStep
 from lowtide.report.report import Report, document
+from lowtide.timeline.events import Event
 from lowtide.units import format_bytes
 from lowtide.version import __version__
 
@@ -457,22 +458,18 @@ def _step_of(report: Report, name: str) -> Played:
     return report.played
 
 
+def _complete(event: Event, process: int, thread: int, origin: float = 0.0) -> dict[str, Any]:
+    begin, lasts = (event.start - origin) * 1e6, (event.end - event.start) * 1e6
+    return {"ph": "X", "pid": process, "tid": thread, "name": event.name, "ts": begin, "dur": lasts}
+
+
 def trace(played: Played, title: str) -> dict[str, Any]:
     """The document, ready for `json.dumps`."""
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
     for lane, thread in _THREADS.items():
         events.append({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": _NAMES[lane]}})
     for event in played.events:
-        events.append(
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": _THREADS[event.lane],
-                "name": event.name,
-                "ts": event.start * 1e6,
-                "dur": (event.end - event.start) * 1e6,
-            }
-        )
+        events.append(_complete(event, 1, _THREADS[event.lane]))
     for tick, start in enumerate(played.starts):
         values = {owner: part[tick] for owner, part in zip(OWNERS, played.bytes_by_owner, strict=True)}
         events.append({"ph": "C", "pid": 1, "name": "bytes on the device", "ts": start * 1e6, "args": values})
@@ -489,18 +486,7 @@ def trace_of_ranks(ranks: Sequence[RankStep], title: str) -> dict[str, Any]:
         for number, lanes in enumerate(_RANK_THREADS):
             words = "compute" if lanes is COMPUTE else lanes[0]
             events.append({"ph": "M", "pid": each.rank, "tid": number, "name": "thread_name", "args": {"name": words}})
-            events += [
-                {
-                    "ph": "X",
-                    "pid": each.rank,
-                    "tid": number,
-                    "name": span.name,
-                    "ts": (span.start - origin) * 1e6,
-                    "dur": (span.end - span.start) * 1e6,
-                }
-                for span in each.spans
-                if span.lane in lanes
-            ]
+            events += [_complete(span, each.rank, number, origin) for span in each.spans if span.lane in lanes]
         for seconds, found in each.memory:
             args = {each.memory_is: found}
             at = (seconds - origin) * 1e6

@@ -107,6 +107,14 @@ def test_what_the_command_line_says_is_named_by_its_option(upstream: str, capsys
     assert json.loads(capsys.readouterr().out)["num_layers_per_stage"] == [[3, 4]]
 
 
+def test_stages_are_numbered_from_the_first_of_the_module(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "{model_config: {num_layers: 4, start_stage: 2, stage_num: 2}}"
+    Path(upstream).write_text(f"model: {model}\nrecompute_config: {{recompute: [1, 1]}}\n")
+    assert main(["explain", upstream]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"  chunk 0, stage 2: 0-1", "  chunk 0, stage 3: 2-3"} <= set(lines)
+
+
 def test_names_without_a_model_are_those_of_the_documents(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(upstream).write_text("swap_config: {swap: True, default_prefetch: 10}\n")
     assert main(["explain", upstream, "--num-layers", "1"]) == 0

@@ -20,9 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lowtide
 from lowtide.adapters.transformers import TideCallback
 from lowtide.cli.main import main
-from lowtide.cli.plan_changes import changes_of
 from lowtide.cli.run_file import load_run
-from lowtide.cli.run_step import trace_run
+from lowtide.cli.run_step import changes_of, trace_run
 from lowtide.timeline.hardware import load_hardware
 
 TOKENS = torch.zeros(2, 32, dtype=torch.long)

@@ -12,8 +12,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Recipe, RecipeStep
 from lowtide.errors import ConfigError
-from lowtide.mindformers.collectives import recomputed_collectives, with_own_groups
-from lowtide.mindformers.plan import plan_sections
+from lowtide.mindformers.plan import plan_sections, recomputed_collectives, with_own_groups
 from lowtide.mindformers.plan_rows import FilePlan, rows_without_step
 from lowtide.mindformers.schema import resolve
 from lowtide.planner.plan_profile import plan_profile

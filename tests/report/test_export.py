@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lowtide.cli.export import SYSTEMS as COMMAND_SYSTEMS
 from lowtide.cli.main import main
 from lowtide.config.memory import MemoryConfig, SwapRule
 from lowtide.core.decisions import OptimizerPlacement
@@ -256,7 +255,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         main(["export", str(tmp_path / "none.json"), "--to", "megatron", "--profile", str(tmp_path / "plan.json")]) == 2
     )
     assert capsys.readouterr().err == f"{tmp_path / 'none.json'}: no such file; check the path\n"
-
-
-def test_the_command_knows_what_the_translator_knows() -> None:
-    assert COMMAND_SYSTEMS == SYSTEMS

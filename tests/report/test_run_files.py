@@ -14,10 +14,9 @@ import torch
 from examples.train.progress import MetricsFile, StepRecord
 from lowtide.cli.main import main
 from lowtide.errors import ConfigError
-from lowtide.report.elements import from_json, to_json
+from lowtide.report.elements import RunState, Table, from_json, to_json, verdict
 from lowtide.report.rank_step import RankStep, rank_table
-from lowtide.report.run_folder import History, RunFiles, report_of_folder, tables_of
-from lowtide.report.run_state import RunState, verdict
+from lowtide.report.run_folder import RunFiles, report_of_folder
 from lowtide.report.write import page
 from lowtide.timeline.events import Event
 
@@ -97,14 +96,7 @@ def test_ranks_in_a_file_and_a_table() -> None:
         from_json(RankStep, to_json(STEP).replace('"wait"', '"weight"'))
 
 
-def test_a_story_in_a_file_and_a_table() -> None:
-    story = History(events=(("3", "peak: ...", "-", "0b8e", "1.0 s"),))
-    assert from_json(History, to_json(story)) == story
-    (happened,) = tables_of(story)
-    assert happened.rows[1] == story.events[0]
-
-
-@pytest.mark.parametrize("kind", [RunState, RankStep, History])
+@pytest.mark.parametrize("kind", [RunState, RankStep, Table])
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"events": [[]]}', '{"a": ' * 9000])
 def test_files_that_were_edited_badly(kind: Any, text: str) -> None:
     with pytest.raises(ConfigError):

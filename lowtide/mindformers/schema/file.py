@@ -97,17 +97,36 @@ class Sections:
                 num_layers += self.num_extra_layers
         if self.newer is not None:
             return resolve_newer(self.newer, num_layers=num_layers, names=names, issues=issues, held=held)
-        return resolve_sections(
-            self.recompute_config,
-            self.swap_config,
-            num_layers=num_layers,
-            pipeline_stage=self.pipeline_stage if pipeline_stage is None else pipeline_stage,
-            pp_interleave_num=self.pp_interleave_num if pp_interleave_num is None else pp_interleave_num,
-            offset=self.offset if offset is None else offset,
-            names=names,
-            issues=issues,
-            held=held,
+        grid = make_grid(
+            num_layers,
+            self.pipeline_stage if pipeline_stage is None else pipeline_stage,
+            self.pp_interleave_num if pp_interleave_num is None else pp_interleave_num,
+            self.offset if offset is None else offset,
+            issues,
             zero_bubble_v=self.zero_bubble_v,
+        )
+        trees = trees_of(names, num_layers, issues)
+        families = {family_of(tree) for tree in trees}
+        family = "mcore" if families == {"mcore"} else "legacy"
+        swap = read_swap(self.swap_config, num_layers, family=family, issues=issues)
+        recompute = read_recompute(self.recompute_config, grid, swap=swap.is_on, family=family, issues=issues)
+        indices = range(num_layers) if held is None else held
+        work = Work(grid=grid, trees=trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
+        work.check_patterns()
+        layers = [work.layer(index) for index in indices]
+        report(work)
+        if held is not None:
+            _note_other_split(grid, held, issues)
+        issues.note_foreign()
+        return Resolution(
+            num_layers_per_stage=grid.table(),
+            normalized=recompute.normalized() | swap.normalized(),
+            layers=layers,
+            log_lines=[*head_lines(work), *work.lines],
+            warnings=issues.warnings,
+            notes=issues.notes,
+            gathers_again=recompute.gathers_again,
+            slices_inputs=recompute.slices_inputs,
         )
 
 
@@ -257,12 +276,9 @@ def resolve(
     swap_config: object = None,
     *,
     num_layers: int,
-    pipeline_stage: int = 1,
-    pp_interleave_num: int = 1,
-    offset: object = 0,
     names: Names | None = None,
     compat: bool = True,
-    zero_bubble_v: bool = False,
+    **grid: Any,
 ) -> Resolution:
     """Resolve the two sections for a model of `num_layers` layers.
 
@@ -270,59 +286,10 @@ def resolve(
     for a module; one for all layers or one per layer. Absent: any name matches.
     `compat`: True follows MindSpore Transformers and warns where it hangs, crashes or silently does nothing; False
     refuses there. Raises `ConfigError`; the dotted key is the place.
-    `zero_bubble_v`: the second chunk of the pipeline comes back (grid.py), and counts are true, false or tables.
+    `grid`: `pipeline_stage`, `pp_interleave_num`, `offset` and `zero_bubble_v`, as `Sections` has them.
     """
-    return resolve_sections(
-        recompute_config,
-        swap_config,
-        num_layers=num_layers,
-        pipeline_stage=pipeline_stage,
-        pp_interleave_num=pp_interleave_num,
-        offset=offset,
-        names=names,
-        issues=Issues(compat=compat),
-        zero_bubble_v=zero_bubble_v,
-    )
-
-
-def resolve_sections(
-    recompute_config: object,
-    swap_config: object,
-    *,
-    num_layers: int,
-    pipeline_stage: int,
-    pp_interleave_num: int,
-    offset: object,
-    names: Names | None,
-    issues: Issues,
-    held: range | None = None,
-    zero_bubble_v: bool = False,
-) -> Resolution:
-    """`resolve` for values whose places are known to `issues`. `held`: only these layers, those of one stage."""
-    grid = make_grid(num_layers, pipeline_stage, pp_interleave_num, offset, issues, zero_bubble_v=zero_bubble_v)
-    trees = trees_of(names, num_layers, issues)
-    families = {family_of(tree) for tree in trees}
-    family = "mcore" if families == {"mcore"} else "legacy"
-    swap = read_swap(swap_config, num_layers, family=family, issues=issues)
-    recompute = read_recompute(recompute_config, grid, swap=swap.is_on, family=family, issues=issues)
-    indices = range(num_layers) if held is None else held
-    work = Work(grid=grid, trees=trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
-    work.check_patterns()
-    layers = [work.layer(index) for index in indices]
-    report(work)
-    if held is not None:
-        _note_other_split(grid, held, issues)
-    issues.note_foreign()
-    return Resolution(
-        num_layers_per_stage=grid.table(),
-        normalized=recompute.normalized() | swap.normalized(),
-        layers=layers,
-        log_lines=[*head_lines(work), *work.lines],
-        warnings=issues.warnings,
-        notes=issues.notes,
-        gathers_again=recompute.gathers_again,
-        slices_inputs=recompute.slices_inputs,
-    )
+    sections = Sections(recompute_config=recompute_config, swap_config=swap_config, compat=compat, **grid)
+    return sections.resolve(num_layers=num_layers, names=names)
 
 
 def _note_other_split(grid: Grid, held: range, issues: Issues) -> None:

@@ -23,9 +23,8 @@ import lowtide
 from lowtide.core.log import Listener
 from lowtide.core.recipe import RecipeStep
 from lowtide.errors import ConfigError
-from lowtide.mindformers.collectives import with_own_groups
 from lowtide.mindformers.follow import follow, sections_in
-from lowtide.mindformers.plan import plan_sections
+from lowtide.mindformers.plan import plan_sections, with_own_groups
 from lowtide.mindformers.schema import resolve
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.live_bytes import plain_parts
