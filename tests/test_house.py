@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_853,
+    "lines": 58_905,
     "files": 282,
     "classes": 558,
     "files that one other file imports": 47,
