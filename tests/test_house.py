@@ -64,12 +64,12 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_905,
-    "files": 282,
-    "classes": 558,
-    "files that one other file imports": 47,
-    "classes with more than 15 attributes": 26,
-    "class names that several classes have": 18,
+    "lines": 58_695,
+    "files": 264,
+    "classes": 543,
+    "files that one other file imports": 43,
+    "classes with more than 15 attributes": 22,
+    "class names that several classes have": 15,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,
 }

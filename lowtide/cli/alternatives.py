@@ -39,7 +39,7 @@ BY_HAND = {"plain": None, "every layer checkpointed": 1, "every second layer": 2
 _LOWTIDE = "lowtide"
 _UNIT = {"batch": 1, "sequence": 256}
 """Sizes that are tried are multiples of it."""
-_MOST_TRIES = 16
+_FIRST_UNITS = 8
 _MOST_UNITS = 2**16
 
 
@@ -254,38 +254,34 @@ def _most(run: RunConfig, grown: Grown) -> int:
     """The largest size that is tried: what the model has positions for."""
     if grown == "batch":
         return _MOST_UNITS
-    from lowtide.cli.run_model import model_config
+    from lowtide.cli.run_model import model_config, most_positions
 
-    shortest = _grown(run, grown, 2)
-    positions = getattr(model_config(shortest).get_text_config(), "max_position_embeddings", None)
-    return positions or _MOST_UNITS * _UNIT[grown]
+    return most_positions(run, model_config(_grown(run, grown, 2))) or _MOST_UNITS * _UNIT[grown]
 
 
 def _search(peak: Callable[[int], int], budget_bytes: int, grown: Grown, most: int) -> int:
-    """The largest size whose peak is within the budget; 0 where not even the smallest is. Peaks grow nearly in
-    proportion, so that a straight line through two of them is a good guess."""
-    unit, known = _UNIT[grown], {}
+    """The largest size whose peak is within the budget; 0 where not even the smallest is. Sizes grow fourfold until one
+    does not fit. Peaks grow nearly in proportion, so that a straight line between the largest that fits and the
+    smallest that does not is a good guess; where a guess has not halved what is left, the middle is tried next."""
+    unit, known = _UNIT[grown], {0: 0}
     low, high = 0, max(most // unit, 1) + 1
-    guess = 1
-    for _ in range(_MOST_TRIES):
+    guess = min(_FIRST_UNITS, high - 1)
+    while high - low > 1:
+        left = high - low
         known[guess] = peak(min(guess * unit, most))
         if known[guess] <= budget_bytes:
             low = guess
         else:
             high = guess
-        if high - low <= 1:
-            break
-        guess = min(max(_on_line(known, budget_bytes), low + 1), high - 1)
+        if high not in known:
+            guess = 4 * low
+        elif 2 * (high - low) > left:
+            guess = (low + high) // 2
+        else:
+            share = (budget_bytes - known[low]) / (known[high] - known[low])
+            guess = low + int(share * (high - low))
+        guess = min(max(guess, low + 1), high - 1)
     return min(low * unit, most)
-
-
-def _on_line(known: dict[int, int], budget_bytes: int) -> int:
-    """Where the line through the two sizes closest to the budget meets it."""
-    if len(known) < 2:
-        return 2
-    one, other = sorted(sorted(known, key=lambda size: abs(known[size] - budget_bytes))[:2])
-    slope = (known[other] - known[one]) / (other - one)
-    return one + int((budget_bytes - known[one]) / slope) if slope > 0 else other * 2
 
 
 # -- what is printed -----------------------------------------------------------------------------------------------
@@ -298,6 +294,7 @@ def lines(
     notes = ["MFU: of what large products reach on this device, by the products of the plain step"]
     if any(row.host_bytes for row in rows):
         notes.append("main memory: what a rank needs of it for what is swapped")
+    notes += _positions_notes(step.run, rows, grown)
     table = _table(rows, grown)
     return [
         _question(step, weights, grown),
@@ -307,6 +304,21 @@ def lines(
         "",
         *notes,
     ]
+
+
+def _positions_notes(run: RunConfig, rows: Sequence[Alternative], grown: Grown | None) -> list[str]:
+    """Where a sequence is as long as the model has positions for, or longer than it was made for."""
+    from lowtide.cli.run_model import model_config, most_positions
+
+    lengths = [row.largest or 0 for row in rows] if grown == "sequence" else [run.data.sequence_length]
+    config = model_config(run)
+    made_for = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if made_for is None or max(lengths) < made_for:
+        return []
+    if most_positions(run, config) is None:
+        longer = f"the model is made for sequences of up to {made_for:,} (max_position_embeddings)"
+        return [longer] if max(lengths) > made_for else []
+    return [f"{made_for:,}: the model has no positions for more (max_position_embeddings)"]
 
 
 def _table(rows: Sequence[Alternative], grown: Grown | None) -> list[tuple[str, ...]]:

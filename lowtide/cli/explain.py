@@ -19,6 +19,7 @@ from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_yaml
 from lowtide.core.text_table import wrapped
+from lowtide.errors import ConfigError
 from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, table
 from lowtide.mindformers.schema import Resolution, Sections, read_sections
@@ -34,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-layers", type=int, metavar="N", help="layers of the model, instead of the file's")
     parser.add_argument("--pp", type=int, metavar="P", help="pipeline stages, instead of the file's")
     parser.add_argument("--vpp", type=int, metavar="V", help="chunks of each stage, instead of the file's")
+    parser.add_argument(
+        "--offset",
+        metavar="TABLE",
+        help="extra layers of each stage, such as '[0, 1]', instead of the file's",
+    )
     parser.add_argument("--no-bytes", action="store_true", help="names and numbers only: no step is traced")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
@@ -82,13 +88,41 @@ def _traced(settings: RunConfig) -> Profile:
 
 
 def _resolved(sections: Sections, profile: Profile | None, args: argparse.Namespace) -> Resolution:
-    grid: Any = {"pipeline_stage": args.pp, "pp_interleave_num": args.vpp}
+    written = {"num_layers": args.num_layers, "pipeline_stage": args.pp, "pp_interleave_num": args.vpp}
+    grid: Any = {key: value for key, value in written.items() if key != "num_layers"} | {"offset": _offset(args.offset)}
+    # A message about a number names the option that says it, also where neither the file nor the command line does.
+    options = {
+        "num_layers": "--num-layers",
+        "pipeline_stage": "--pp",
+        "pp_interleave_num": "--vpp",
+        "offset": "--offset",
+    }
+    said = {key for key, value in (written | grid).items() if value is not None}
+    own = {key: option for key, option in options.items() if key in said or key not in sections.places}
+    sections = dataclasses.replace(sections, places={**sections.places, **own})
+    if profile is None and args.num_layers is None and sections.num_layers is None:
+        raise ConfigError(
+            f"--num-layers: {sections.source} does not say how many layers the model has; write --num-layers N"
+        )
     if profile is None:
         tree = layer_tree(sections.model_type)
         return sections.resolve(num_layers=args.num_layers, names=tree, **grid)
     modules = sorted({name.rpartition(".")[0] for name in profile.op_names if not name.endswith(":backward")})
     names = names_of_layers(modules, profile.layers)
     return sections.resolve(num_layers=len(profile.layers), names=names, **grid)
+
+
+def _offset(text: str | None) -> Any:
+    try:
+        found = None if text is None else json.loads(text)
+    except ValueError:
+        found = text
+    if isinstance(found, int | list | None):
+        return found
+    raise ConfigError(
+        f"--offset: must be an integer, a list such as '[0, 1]', or lists [chunk][stage] such as '[[0, 1], [1, 0]]', "
+        f"not {text}"
+    )
 
 
 # -- what is printed -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lowtide.errors import ConfigError
 from lowtide.units import MIB
 
 _MOST_PROFILE_BYTES = 256 * MIB
-SYSTEMS = ("transformers", "megatron", "torchtitan", "mindformers")
+SYSTEMS = ("transformers", "megatron", "mindspeed", "torchtitan", "mindformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lowtide.timeline.cluster import Cluster
     from lowtide.timeline.hardware import Hardware
 
-_ONE_DEVICE_ONLY = ("profile", "out", "host_budget", "optimizer")
-_EXPORTS = ("mindformers", "megatron")
+_ONE_DEVICE_ONLY = ("profile", "out", "host_budget")
+_EXPORTS = ("mindformers", "megatron", "mindspeed")
 NO_BYTES = "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"
 
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="plan layouts of so many devices, see 'parallel'")
     parser.add_argument("--cluster", metavar="NAME", help="what connects them: h800, ideal, ... or a TOML file")
     parser.add_argument(
-        "--export", nargs=2, metavar=("SYSTEM", "FILE"), help=f"write the layout for {' or '.join(_EXPORTS)}"
+        "--export", nargs=2, metavar=("SYSTEM", "FILE"), help=f"write the layout for {', '.join(_EXPORTS)}"
     )
 
 
@@ -55,7 +55,7 @@ def plan(settings: RunConfig, args: argparse.Namespace) -> ClusterPlan:
         if getattr(args, option):
             raise ConfigError(f"--{option.replace('_', '-')}: is for a plan for one device; leave it out")
     if args.export is not None and args.export[0] not in _EXPORTS:
-        raise ConfigError(f"--export: unknown system '{args.export[0]}'; known are {' and '.join(_EXPORTS)}")
+        raise ConfigError(f"--export: unknown system '{args.export[0]}'; known are {', '.join(_EXPORTS)}")
     with Waiting() as waiting:
         waiting.say("starting")
         question = make_question(settings, args)
@@ -110,7 +110,15 @@ def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
         budget_bytes=_budget(settings, args.budget, hardware, cluster),
         slices_loss=(settings.memory or MemoryConfig()).loss != "plain",
         fates=_fates(settings.memory or MemoryConfig()),
+        optimizer=_optimizer(settings.memory or MemoryConfig(), args.optimizer),
     )
+
+
+def _optimizer(memory: MemoryConfig, asked: str | None) -> Literal["keep", "swap", "auto"]:
+    """Where its state is; which optimizer it is, is not asked."""
+    if asked not in (None, "keep", "swap", "auto"):
+        raise ConfigError(f"--optimizer: {asked} is for a plan for one device; write keep, swap or auto")
+    return asked or memory.optimizer or "keep"  # type: ignore[return-value]
 
 
 def _num_devices(config: ParallelConfig, asked: int | None) -> int:
@@ -150,7 +158,7 @@ def _fates(memory: MemoryConfig) -> tuple[Fate, ...]:
     """That the section leaves. Rules that name layers are for a plan of one device."""
     for field in dataclasses.fields(memory):
         if (
-            field.name not in ("budget", "recompute", "swap", "locations")
+            field.name not in ("budget", "recompute", "swap", "optimizer", "locations")
             and getattr(memory, field.name) != field.default
         ):
             raise ConfigError(

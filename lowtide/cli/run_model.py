@@ -211,13 +211,22 @@ def _check_text_fits(run: RunConfig, config: Any) -> None:
             "model.vocab_size",
             f"'model.vocab_size' is {vocab_size}, but the text is made of bytes; expected at least {NUM_BYTE_TOKENS}",
         )
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = most_positions(run, config)
     if longest is not None and run.data.sequence_length > longest:
         run.fail(
             "data.sequence_length",
             f"'data.sequence_length' is {run.data.sequence_length}, but the model has {longest} positions; "
             "lower it or raise 'model.max_position_embeddings'",
         )
+
+
+def most_positions(run: RunConfig, config: Any) -> int | None:
+    """Tokens of the longest sequence that the model takes. None: any number, as with the rotary positions of a model
+    from a folder, whose memory and time can be asked for lengths that it was not trained for."""
+    text = config.get_text_config()
+    if run.model.path is not None and getattr(text, "rope_parameters", None):
+        return None
+    return getattr(text, "max_position_embeddings", None)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,9 @@
-"""A plan for a cluster in the words of MindSpore Transformers or of Megatron-LM.
+"""A plan for a cluster in the words of MindSpore Transformers, of Megatron-LM, or of MindSpeed on it.
 
 What: `export` writes a file. For MindSpore Transformers it is YAML: the sizes, `offset` and chunks, and
 `recompute_config` and `swap_config`, whose counts are tables [chunk][stage] where nothing is swapped, and indices of
-layers where something is, because there a number means that. For Megatron-LM it is the arguments of its command.
+layers where something is, because there a number means that. For Megatron-LM it is the arguments of its command; it
+has no schedule in a V, so stages of one are interleaved there. MindSpeed has DualPipeV.
 Both start with what they cannot say. MindSpore Transformers has no name for the input of a layer and for dispatched
 tokens; Megatron-LM's flags hold for all ranks and layers alike, so they do as much as the fullest rank needs.
 
@@ -74,8 +75,12 @@ _OFFLOADED = {
 
 def export(plan: ClusterPlan, system: str, path: Path) -> None:
     """Writes the best layout. Raises `ConfigError` where the system has no word for its schedule."""
-    made = mindformers_lines if system == "mindformers" else megatron_lines
-    text = "\n".join(made(plan.question, plan.best)) + "\n"
+    question, best = plan.question, plan.best
+    has_mindspeed = system == "mindspeed"
+    made = (
+        mindformers_lines(question, best) if system == "mindformers" else megatron_lines(question, best, has_mindspeed)
+    )
+    text = "\n".join(made) + "\n"
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -208,14 +213,11 @@ def _word(value: bool) -> str:
 # -- Megatron-LM ---------------------------------------------------------------------------------------------------
 
 
-def megatron_lines(question: Question, plan: LayoutPlan) -> Iterator[str]:
+def megatron_lines(question: Question, plan: LayoutPlan, has_mindspeed: bool = False) -> Iterator[str]:
     """The arguments, one on a line."""
     layout, batch, config = plan.layout, question.batch, question.config
-    if layout.schedule not in ("1f1b", "interleaved", "interleaved_overlap"):
-        raise ConfigError(
-            f"--export: Megatron-LM has no schedule '{layout.schedule}'; pin 'schedule' to 1f1b, interleaved or "
-            "interleaved_overlap"
-        )
+    is_v = layout.played_name in ("zb_v", "dualpipev")
+    has_v = has_mindspeed and layout.played_name == "dualpipev"
     recomputed, offloaded, rest = _flags(decisions(plan))
     yield f"# {layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
     yield "# What these arguments cannot say:"
@@ -223,20 +225,30 @@ def megatron_lines(question: Question, plan: LayoutPlan) -> Iterator[str]:
     if rest:
         yield f"# - {', '.join(rest)}: no module of theirs drops or offloads these alone, so they are kept"
     yield f"# - how much: the plan fits {format_bytes(question.budget_bytes)} at {format_bytes(plan.peak_bytes)}"
+    if layout.copies > 1:
+        ranks = layout.schedule_ranks
+        yield f"# - 'dualpipe': here 'dualpipev' on {ranks} ranks, each twice in data parallelism, which is the same"
+    if is_v and not has_v:
+        yield "# - the V of its stages: they are interleaved here, so the first rank does not have the last stage, and"
+        yield "#   other numbers of chunks are in flight"
+    if has_v and len(set(plan.num_layers)) > 1:
+        yield f"# - the layers of each stage, {list(plan.num_layers)}: its DualPipeV deals them evenly"
     yield f"--tensor-model-parallel-size {layout.tensor}"
     if config.sequence_parallel and layout.tensor > 1:
         yield "--sequence-parallel"
     yield f"--context-parallel-size {layout.context}"
-    yield f"--pipeline-model-parallel-size {layout.pipeline}"
-    if layout.num_stages > 1:
+    yield f"--pipeline-model-parallel-size {layout.schedule_ranks}"
+    if has_v:
+        yield "--schedules-method dualpipev"
+    if layout.num_stages > 1 and not has_v:
         yield f"--pipeline-model-parallel-layout '{_stages_text(plan)}'"
-    if layout.schedule == "interleaved_overlap":
-        yield "--overlap-moe-expert-parallel-comm"
+    if layout.has_pairs:
+        yield "--moe-fb-overlap" if has_mindspeed else "--overlap-moe-expert-parallel-comm"
     if question.shape.experts is not None:
         yield f"--expert-model-parallel-size {layout.expert}"
         yield "--expert-tensor-parallel-size 1"
     yield f"--micro-batch-size {batch.micro_batch}"
-    yield f"--global-batch-size {plan.num_micro_batches * layout.data * batch.micro_batch}"
+    yield f"--global-batch-size {plan.num_micro_batches * layout.data * layout.copies * batch.micro_batch}"
     if layout.optimizer_shards > 1:
         yield "--use-distributed-optimizer"
     if recomputed:

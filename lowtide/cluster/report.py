@@ -97,6 +97,7 @@ def _plan_document(plan: LayoutPlan, question: Question) -> dict[str, Any]:
         "ceiling_gain": plan.ceiling_gain,
         "gap": plan.gap,
         "peak_bytes": plan.peak_bytes,
+        "moved_bytes": plan.moved_bytes,
         "ranks": [
             {
                 "chunks_in_flight": list(rank.task.chunks),
@@ -160,6 +161,11 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
         f"predicted: {format_seconds(best.step_seconds)} a step, {each:,.0f} tokens a second and device; peak "
         f"{format_bytes(best.peak_bytes)} of {format_bytes(question.budget_bytes)}"
     )
+    if best.moved_bytes:
+        yield (
+            f"optimizer's state: {format_bytes(best.moved_bytes)} of a device are on the host between steps; each step "
+            f"waits {format_seconds(best.parts.optimizer)} for it"
+        )
     yield (
         f"forwards and backwards gain {percent(best.gain)} over recompute of every layer; no plan of this layout gains "
         f"more than {percent(best.ceiling_gain)}"

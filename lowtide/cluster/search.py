@@ -8,6 +8,9 @@ Bounds: first the pace of the rank that works most, with everything kept; then t
 everything kept, and the pace with what memory asks for at least. No layout that is left out is faster than those that
 are shown. A value that the section pins is never changed.
 
+Where the optimizer's state may be elsewhere (`Question.optimizer`), each layout is there with its state on the device
+and with it on the host: then a device holds three buckets of it, and each step of the optimizer waits for the link.
+
 Cost: 1 ms a layout for its first bound, 0.1 s for the second, 0.1 to 2 s for a plan; few layouts need all three. Equal
 layers are described once, equal ranks planned once.
 Not covered: sizes that the module docstring of layout.py leaves out, and the size of a micro-batch, which is given.
@@ -19,6 +22,7 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lowtide.cluster.layer import Layer, Place, make_layer
 from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of, split_layers
@@ -37,6 +41,10 @@ NUM_SHOWN = 5
 MOST_PLANNED = 40
 """Layouts that are planned in full, of those with the least bounds."""
 WEIGHT_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 4, 4
+BUCKETS_BYTES = 3 * 128 * MIB
+"""Of the optimizer's state that is elsewhere: what is on the device at once, as `swap_optimizer` has it."""
+MOVES = {"keep": (False,), "swap": (True,), "auto": (False, True)}
+"""Whether the optimizer's state is elsewhere, by `Question.optimizer`."""
 _PLAIN_LOGIT_BYTES, _SLICED_LOGIT_BYTES, _SPREAD_LOGIT_BYTES = 14, 4, 6
 """Of one logit at the worst moment of the loss. Plain: bf16, and in fp32 its log-probability and two gradients. In
 slices of rows: the logit and its gradient in bf16 (loss/cross_entropy.py). Spread over tensor ranks: bf16, and fp32
@@ -63,6 +71,8 @@ class Question:
     """Whether the loss is taken in slices of rows (`memory.loss`), where one rank has all words."""
     fates: tuple[Fate, ...] = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
     """That may be used."""
+    optimizer: Literal["keep", "swap", "auto"] = "keep"
+    """Where its state is between steps: on the device, on the host, or where the step is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +92,8 @@ class LayoutPlan:
     exchange_seconds: float
     """All-to-all on the rank that works most, hidden or not."""
     ranks: tuple[PlannedRank, ...]
+    moved_bytes: int = 0
+    """Of the optimizer's state: on the host between steps, of the rank that has most."""
 
     @property
     def step_seconds(self) -> float:
@@ -147,14 +159,15 @@ def plan_cluster(
     planner = Planner(question)
     waiting: list[tuple[float, int, str, Draft | LayoutPlan]] = []
     num_too_large = num_planned = 0
-    for index, layout in enumerate(found):
+    wanted = [(layout, moves) for layout in found for moves in MOVES[question.optimizer]]
+    for index, (layout, moves) in enumerate(wanted):
         if index % 100 == 0:
-            tell(f"bounding layout {index + 1} of {len(found)}")
-        draft = planner.draft(layout)
+            tell(f"bounding layout {index + 1} of {len(wanted)}")
+        draft = planner.draft(layout, moves=moves)
         if draft.least_bytes > question.budget_bytes:
             num_too_large += 1
         else:
-            heapq.heappush(waiting, (draft.least_seconds, 0, str(layout), draft))
+            heapq.heappush(waiting, (draft.least_seconds, 0, f"{layout} {moves}", draft))
     plans: list[LayoutPlan] = []
     unplanned: list[float] = []
     # What comes out first has the least bound of all. A bound is made sharper, then replaced by the plan's own time; a
@@ -177,11 +190,11 @@ def plan_cluster(
             else:
                 heapq.heappush(waiting, (plan.step_seconds, 2, name, plan))
     if not plans:
-        raise _nothing_fits(question, [planner.draft(layout) for layout in found])
+        raise _nothing_fits(question, [planner.draft(layout, moves=moves) for layout, moves in wanted])
     return ClusterPlan(
         question=question,
         plans=tuple(plans),
-        num_layouts=len(found),
+        num_layouts=len(wanted),
         num_too_large=num_too_large,
         num_planned=num_planned,
         unplanned_seconds=min(unplanned, default=None),
@@ -220,6 +233,7 @@ class Draft:
     layers_key: tuple[int, ...]
     gradients: float
     optimizer: float
+    moved_bytes: int
     transfer_seconds: float
     least_bytes: int
     least_seconds: float
@@ -244,8 +258,8 @@ class Planner:
         self._layers: dict[tuple[int, ...], dict[str, Layer]] = {}
         self._memories: dict[tuple[int, ...], Memory] = {}
 
-    def draft(self, layout: Layout) -> Draft:
-        """Stages, bounds, and what each rank has to hold."""
+    def draft(self, layout: Layout, *, moves: bool = False) -> Draft:
+        """Stages, bounds, and what each rank has to hold. `moves`: the optimizer's state is elsewhere."""
         question = self.question
         key = (layout.tensor, layout.context, layout.expert)
         place = Place(
@@ -264,14 +278,18 @@ class Planner:
         schedules = schedules_of(layout, num_micro_batches)
         schedule = schedules.schedule
         saved = [sum(layers[kind].saved_bytes for kind in stage.kinds) for stage in stages]
-        tasks = []
+        tasks, moved_bytes = [], 0
         for rank, chunks in enumerate(schedules.fullest(saved)):
             mine = [stages[stage] for stage in schedule.stages_of(rank)]
+            state_bytes, optimizer_bytes = self._state_bytes(layout, mine, layers)
+            if moves:
+                moved_bytes = max(moved_bytes, optimizer_bytes)
+                state_bytes -= max(optimizer_bytes - BUCKETS_BYTES, 0)
             tasks.append(
                 RankAtWorst(
                     stages=tuple(mine),
                     chunks=chunks,
-                    state_bytes=self._state_bytes(layout, mine, layers),
+                    state_bytes=state_bytes,
                     budget_bytes=question.budget_bytes,
                     fates=question.fates,
                 )
@@ -282,6 +300,8 @@ class Planner:
             for rank in range(schedule.num_ranks)
         )
         gradients, optimizer = self._ends(layout, stages, layers, schedule.rank_of_stage)
+        link = question.hardware.link
+        optimizer = max(optimizer, moved_bytes / min(link.in_bytes_per_second, link.out_bytes_per_second))
         return Draft(
             layout=layout,
             num_micro_batches=num_micro_batches,
@@ -292,6 +312,7 @@ class Planner:
             layers_key=key,
             gradients=gradients,
             optimizer=optimizer,
+            moved_bytes=moved_bytes,
             transfer_seconds=hand_over_seconds(
                 question.cluster,
                 place.hand_over_bytes,
@@ -362,6 +383,7 @@ class Planner:
             exchange_seconds=draft.num_micro_batches
             * sum(2 * times[stage].exchange for stage in schedule.stages_of(busiest)),
             ranks=tuple(ranks),
+            moved_bytes=draft.moved_bytes,
         )
 
     # ---- parts of a draft
@@ -424,12 +446,13 @@ class Planner:
         experts = sum(layers[kind].expert_parameters for stage in stages for kind in stage.kinds)
         return own + num_embeddings * embedding, experts
 
-    def _state_bytes(self, layout: Layout, stages: list[Stage], layers: Mapping[str, Layer]) -> int:
+    def _state_bytes(self, layout: Layout, stages: list[Stage], layers: Mapping[str, Layer]) -> tuple[int, int]:
+        """Weights, gradients and the optimizer's state; and of these the last."""
         own, experts = self._parameters(layout, stages, layers)
         optimizer = MASTER_BYTES + 2 * self._moment_bytes
         shards = layout.optimizer_shards
         sharded = own / shards + experts / min(shards, layout.expert_ranks)
-        return int((WEIGHT_BYTES + GRADIENT_BYTES) * (own + experts) + optimizer * sharded)
+        return int((WEIGHT_BYTES + GRADIENT_BYTES) * (own + experts) + optimizer * sharded), int(optimizer * sharded)
 
     @property
     def _moment_bytes(self) -> int:

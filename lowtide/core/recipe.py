@@ -4,7 +4,7 @@ What: `Recipe` has inputs and steps, each step one operator with its arguments; 
 storage; `RetainedInput` is where module hooks catch a storage. Made by `recipes/build.py`, followed by
 `recipes/execute.py`. `Codec` is a smaller form of a kept or swapped storage: a mask in one bit for each element, say.
 Made by profiling/smaller.py, weighed by planner/smaller.py, carried out by tensors/codecs.py and
-runtime/recompute/encoded.py.
+runtime/recompute/recipe_graph.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ modules outlive optimizers. A hook that holds its owner would keep a dropped opt
 its memory for as long as the model lives.
 
 Cost: a shallow copy of each group a part; below a microsecond a call of a hook. Not covered: attributes of the
-optimizer itself (trial.py); owners that only the hook holds.
+optimizer itself (requests.py); owners that only the hook holds.
 """
 
 from __future__ import annotations

@@ -2,12 +2,27 @@
 
 What: checks of the arguments and of the optimizer, and what follows from them: the device, the engine, the tiers, the
 parameters whose state stays. Why apart: each refusal is one sentence that says where, what, and the way out.
-Cost: a look at each group. Not covered: whether a class of optimizers can be stepped in parts (trial.py).
+
+Whether a class of optimizers may be stepped in parts: torch's own are known (each has its tests). Any other class is
+tried: two small twins of the optimizer take three steps with the same gradients, one all at once, the other one
+parameter at a time in reverse, and must come out with the same bits in parameters, state, groups and attributes. For an
+optimizer may look at all parameters in one step (a norm over the whole model, a second evaluation, a counter in
+`self`), and stepped in parts it would go on without a word, to other numbers. The twins have parameters of their own,
+another learning rate in each group, and copies of what the optimizer keeps in plain values and containers. What else it
+holds (a module, objects of its own, a generator) they share with it; before each twin begins, and at the end, a
+snapshot puts that back, with all random states and whatever a step writes to.
+
+Cost: a look at each group; some milliseconds for unknown classes. Not covered: what an optimizer does from its fourth
+step on, or for large parameters only; what nobody can put back (an iterator): a warning names it.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +34,20 @@ from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES, storages_of
+from lowtide.optimizer.groups import GroupSnapshot, same_value
 from lowtide.optimizer.store import entries_of
-from lowtide.optimizer.trial import KNOWN
-from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, parameters_of
-from lowtide.tensors.private import is_wrapped_by_scheduler
+from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare_step, parameters_of
+from lowtide.tensors.private import (
+    OPTIMIZER_HOOKS,
+    TorchDispatchMode,
+    is_wrapped_by_scheduler,
+    schema_of,
+    storage_key,
+    tree_leaves,
+)
 from lowtide.tensors.ranks import has_company
+from lowtide.tensors.snapshot import Snapshot, take
 from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes, parse_bytes
@@ -127,7 +151,7 @@ def why_not_exact(optimizer: torch.optim.Optimizer) -> str:
 
     A parameter that is listed twice is stepped twice. State of one parameter in the memory of another one's is written
     by both; this is looked for in torch's own optimizers alone, since others share tables that they only read, and were
-    tried in parts (trial.py).
+    tried in parts.
     """
     kind = type(optimizer).__name__
     group_of: dict[torch.Tensor, int] = {}
@@ -188,3 +212,198 @@ def first_ones(optimizer: torch.optim.Optimizer, share: float, min_bytes: int) -
             left -= size
             chosen.add(parameter)
     return chosen
+
+
+# -- whether a class steps in parts ------------------------------------------------------------------------------------
+
+
+KNOWN = frozenset(
+    {
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+    }
+)
+"""Classes of torch that are exact in parts."""
+NUM_STEPS = 3
+_PER_GROUP = 3
+_LONGEST = 6
+_SOME_RATE = 1e-3
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
+    """Why this optimizer cannot be stepped in parts; '' where it can."""
+    kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return (
+            f"{kind.__name__} evaluates the closure several times in a step, with all of its state; it stays as it is"
+        )
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in KNOWN:
+        return ""
+    closure = inspect.signature(bare_step(kind)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return f"{kind.__name__}.step cannot do without a closure, so it may evaluate it more than once"
+    devices = {parameter.device for parameter in parameters_of(optimizer)}
+    before = take(beside=optimizer, called=True, devices=devices)
+    try:
+        with _Writes(before):
+            has_missing = _can_step(optimizer, has_missing=True)
+            before.restore()
+            return _tried(optimizer, before, has_missing=has_missing)
+    finally:
+        moved = before.moved()
+        before.restore()
+        if moved:
+            warnings.warn(
+                f"lowtide: the trial of {kind.__name__} moved {moved[0]} on, which cannot be wound back, so training "
+                "goes on from there; keep the position as a number if that matters.",
+                stacklevel=3,
+            )
+
+
+class _Writes(TorchDispatchMode):
+    """Tells a snapshot which bytes are about to be written: a step may reach parameters by a way of its own."""
+
+    def __init__(self, before: Snapshot) -> None:
+        super().__init__()
+        self._before = before
+        self._known = _storages([tensor for tensor, _ in before.tensors]).keys()
+        """All that was there; what the twins make has none of these."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if schema_of(func).is_mutable:
+            given = _storages((args, kwargs or {}))
+            for key in given.keys() & self._known:
+                self._before.about_to_write(given[key])
+        return func(*args, **(kwargs or {}))
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    found = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+    return {storage_key(storage): storage for storage in found}
+
+
+def _can_step(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> bool:
+    """Whether a small twin steps at all; some optimizers want a gradient for every parameter."""
+    try:
+        _take_steps(_twin(optimizer), bare_step(type(optimizer)), has_missing)
+    except Exception:
+        return False
+    return True
+
+
+def _take_steps(twin: torch.optim.Optimizer, step: Callable[..., Any], has_missing: bool) -> None:
+    for number in range(NUM_STEPS):
+        _set_gradients(twin, number, has_missing)
+        step(twin)
+
+
+def _tried(optimizer: torch.optim.Optimizer, before: Snapshot, *, has_missing: bool) -> str:
+    """Why the optimizer cannot be stepped in parts, by the trial; '' where it can."""
+    name = type(optimizer).__name__
+    whole, parts = _twin(optimizer), _twin(optimizer)
+    step = bare_step(type(optimizer))
+    try:
+        _take_steps(whole, step, has_missing)
+    except Exception as error:
+        return f"{name} is not of torch, and could not be tried on small parameters ({type(error).__name__}: {error})"
+    before.restore()
+    try:
+        _take_steps(parts, lambda twin: _step_in_parts(twin, step), has_missing)
+    except Exception as error:
+        return f"{name} cannot be stepped in parts ({type(error).__name__}: {error})"
+    odd = _difference(whole, parts)
+    return f"{name} cannot be stepped in parts: {odd} came out different in a trial on small parameters" if odd else ""
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with a few small parameters of its own and no state."""
+    kind = type(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    small: dict[int, torch.Tensor] = {}
+    groups = [_small_group(group, small, generator) for group in optimizer.param_groups]
+    for number, group in enumerate(groups):
+        if isinstance(group.get("lr"), float):  # rates that are equal now may differ later
+            group["lr"] = (group["lr"] or _SOME_RATE) * (1 + number / 4)
+    twin: torch.optim.Optimizer = kind.__new__(kind)
+    everyone = {id(p) for p in parameters_of(optimizer)}
+    for name, value in vars(optimizer).items():
+        if name in OPTIMIZER_HOOKS:
+            vars(twin)[name] = OrderedDict()
+        elif name not in ("state", "param_groups", "step"):
+            vars(twin)[name] = _copied(value, small, everyone)
+    twin.state = defaultdict(dict)
+    twin.param_groups = groups
+    return twin
+
+
+def _small_group(group: dict[str, Any], small: dict[int, torch.Tensor], generator: torch.Generator) -> dict[str, Any]:
+    chosen = []
+    for number in range(_PER_GROUP):
+        parameter = group["params"][number % len(group["params"])]
+        local = inside(parameter.detach())
+        shape = [min(size, _LONGEST + number) for size in local.shape]
+        values = torch.randn(shape, generator=generator).to(local.dtype).to(local.device)
+        chosen.append(values.requires_grad_(parameter.requires_grad))
+        small.setdefault(id(parameter), chosen[-1])
+    rest = {key: _copied(value, {}, set()) for key, value in group.items() if key not in ("params", "param_names")}
+    names = {"param_names": [str(number) for number in range(_PER_GROUP)]} if "param_names" in group else {}
+    return {"params": chosen, **rest, **names}
+
+
+def _copied(value: Any, small: dict[int, torch.Tensor], everyone: set[int]) -> Any:
+    """A copy in which small parameters stand for the real ones, and real ones without a small one are left out."""
+    if isinstance(value, torch.Tensor):
+        return small.get(id(value), value.detach().clone())
+    if isinstance(value, dict):
+        pairs = ((_copied(k, small, everyone), _copied(v, small, everyone)) for k, v in value.items())
+        return type(value)(pairs) if type(value) in (dict, OrderedDict) else dict(pairs)
+    if type(value) in (list, tuple, set):
+        members = [m for m in value if id(m) not in everyone or id(m) in small]
+        return type(value)(_copied(member, small, everyone) for member in members)
+    return value
+
+
+def _set_gradients(optimizer: torch.optim.Optimizer, number: int, has_missing: bool) -> None:
+    generator = torch.Generator().manual_seed(100 + number)
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            values = torch.randn(parameter.shape, generator=generator)
+            is_skipped = has_missing and number == 1 and index == 1
+            parameter.grad = None if is_skipped else values.to(parameter.dtype).to(parameter.device)
+
+
+def _step_in_parts(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    groups = optimizer.param_groups
+    snapshot = GroupSnapshot(groups)
+    chosen = [(number, [p]) for number, group in enumerate(groups) for p in group["params"] if p.grad is not None]
+    for one in reversed(chosen):
+        part = snapshot.subset([one])
+        optimizer.param_groups = part
+        try:
+            step(optimizer)
+        finally:
+            optimizer.param_groups = groups
+        snapshot.collect([one], part)
+    snapshot.commit()
+
+
+def _difference(whole: torch.optim.Optimizer, parts: torch.optim.Optimizer) -> str:
+    for number, (one, other) in enumerate(zip(whole.param_groups, parts.param_groups, strict=True)):
+        for p, q in zip(one["params"], other["params"], strict=True):
+            if not same_value(p.detach(), q.detach()):
+                return f"a parameter of param_groups[{number}]"
+            mine, yours = whole.state.get(p, {}), parts.state.get(q, {})
+            odd = next((key for key in {**mine, **yours} if not same_value(mine.get(key), yours.get(key))), None)
+            if odd is not None:
+                return f"state['{odd}']"
+        odd = next((k for k in {**one, **other} if k != "params" and not same_value(one.get(k), other.get(k))), None)
+        if odd is not None:
+            return f"param_groups[{number}]['{odd}']"
+    for key, value in vars(whole).items():
+        if isinstance(value, (*_PLAIN, torch.Tensor)) and not same_value(value, vars(parts).get(key)):
+            return f"its attribute '{key}'"
+    for owner, value in whole.state.items():
+        if not isinstance(owner, torch.Tensor) and not same_value(value, parts.state.get(owner)):
+            return f"state['{owner}']"
+    return ""

@@ -11,7 +11,7 @@ what failed inside may have updated half of its parameters, and nobody can tell 
 resumed or a checkpoint is loaded.
 Cost: about 60 us of Python a part.
 
-Not covered: optimizers that look at several parameters at once (trial.py refuses them).
+Not covered: optimizers that look at several parameters at once (requests.py refuses them).
 """
 
 from __future__ import annotations

@@ -41,13 +41,13 @@ from lowtide.optimizer.requests import (
     size_of,
     tiers_from,
     why_none_stays,
+    why_not_in_parts,
 )
 from lowtide.optimizer.residency import Residency, StateChoice
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.step import Stepper
 from lowtide.optimizer.store import StateStore
 from lowtide.optimizer.transfers import NUM_BUFFERS
-from lowtide.optimizer.trial import why_not_in_parts
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare, bare_step, parameters_of
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
 from lowtide.tensors.wrappers import inside

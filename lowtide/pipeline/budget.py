@@ -52,9 +52,9 @@ from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.casts import remembered_cast_bytes
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
+from lowtide.tensors.modes import remembered_cast_bytes
 from lowtide.tensors.private import tree_leaves
 from lowtide.tensors.ranks import ALONE, gather
 from lowtide.units import format_bytes, format_seconds

@@ -15,7 +15,7 @@ Inside an active half of a pair (overlap.py), a wait first lets the other half r
 say how many rows will come, their result is needed at once, and they have no backward.
 
 In a layer that lowtide recomputes, the second run takes the rows that the first one got
-(runtime/recompute/draw_once.py). Inside `torch.utils.checkpoint` an exchange is refused.
+(runtime/recompute/call.py). Inside `torch.utils.checkpoint` an exchange is refused.
 
 Cost: one collective each way, and 17 us of the host around it; nothing is copied but rows that are not contiguous.
 Not covered: double backward; tensors whose rows are not their first dimension; graphs whose nodes run on several
@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from lowtide.errors import ConfigError
-from lowtide.runtime.recompute.draw_once import KeptResults, draw_once
-from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
+from lowtide.runtime.recompute.call import KeptResults, draw_once
+from lowtide.runtime.saved.handle import is_checkpoint_hook
 from lowtide.tensors.private import top_saved_tensors_hooks
 
 

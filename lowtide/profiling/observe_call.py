@@ -19,8 +19,8 @@ from torch.autograd import forward_ad
 
 from lowtide.core.profile import Profile
 from lowtide.profiling.observe_step import observe, refuse_iterators
+from lowtide.profiling.untouched import grads_set_aside, items_set_aside
 from lowtide.tensors.compiled import compiled_parts, lies_in
-from lowtide.tensors.interrupts import to_the_end
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     BACKWARD_HOOKS,
@@ -68,6 +68,8 @@ def observe_call(
     if is_forward_mode():  # else the user's own containers, which the model may write to
         args, kwargs = tree_map_only(torch.Tensor, _without_tangent, (args, kwargs))
 
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
     def call() -> Any:
         try:
             return model(*args, **kwargs)
@@ -84,9 +86,10 @@ def observe_call(
         return loss_or_all(output)
 
     with (
-        _input_gradients_set_aside((args, kwargs)),
+        grads_set_aside([leaf for leaf in inputs if leaf.is_leaf and leaf.requires_grad]),
         _autocast_cache_left_alone(),
-        _own_hooks_aside(model) if is_inside else contextlib.nullcontext(),
+        # Those of its modules stay, which may change what it computes.
+        items_set_aside([vars(model)[name] for name in _HOOKS] if is_inside else []),
         contextlib.nullcontext() if witness is None else witness.watching(model),
     ):
         return observe(
@@ -204,43 +207,6 @@ def _runs(flat: torch.Tensor, num_runs: int) -> list[torch.Tensor]:
 
 def _bytes_of(run: torch.Tensor) -> bytes:
     return run.cpu().view(torch.uint8).numpy().tobytes()
-
-
-@contextlib.contextmanager
-def _own_hooks_aside(model: nn.Module) -> Iterator[None]:
-    """Inside, the model itself has no hooks; those of its modules stay, which may change what it computes."""
-    hooks = [vars(model)[name] for name in _HOOKS]
-    before = [dict(own) for own in hooks]
-
-    def put_back() -> None:
-        for own, then in zip(hooks, before, strict=True):
-            own.clear()
-            own.update(then)
-
-    try:
-        for own in hooks:
-            own.clear()
-        yield
-    finally:
-        to_the_end(put_back)
-
-
-@contextlib.contextmanager
-def _input_gradients_set_aside(inputs: Any) -> Iterator[None]:
-    """Inputs that get gradients keep theirs: a step observed through `.backward()` would add to them."""
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-    before = [(leaf, leaf.grad) for leaf in leaves if leaf.requires_grad]
-
-    def put_back() -> None:
-        for leaf, grad in before:
-            leaf.grad = grad
-
-    try:
-        for leaf, _ in before:
-            leaf.grad = None
-        yield
-    finally:
-        to_the_end(put_back)
 
 
 @contextlib.contextmanager

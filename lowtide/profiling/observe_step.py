@@ -14,7 +14,6 @@ one step (the activations of the first are nodes, those of the others count as b
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,12 +31,20 @@ from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
 from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock, OpMemory
 from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
-from lowtide.profiling.saved_tensors import ByteStash, FileStash, HostStash
+from lowtide.profiling.saved_tensors import file_stash, host_stash
 from lowtide.profiling.smaller import measured_codec
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder
-from lowtide.profiling.untouched import Ends, apart, grads_set_aside, joint_hooks_set_aside, untouched, warn
+from lowtide.profiling.untouched import (
+    Ends,
+    apart,
+    grads_set_aside,
+    joint_hooks_set_aside,
+    refuse_gradient_hooks,
+    untouched,
+    warn,
+)
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
 from lowtide.tensors.kinds import ACCUMULATOR
@@ -91,7 +98,7 @@ def observe(
 
     def run(accumulates: bool) -> tuple[Trace, str]:
         clock: Clock = DeviceClock(DeviceTimer(device)) if is_accelerator else HostClock()
-        stash: ByteStash = HostStash() if is_accelerator else FileStash()
+        stash = host_stash() if is_accelerator else file_stash()
         recorder = StepRecorder(
             device=device,
             clock=clock,
@@ -228,7 +235,9 @@ def record_step(
                 ) from error
         trained += _leaves_inside(roots, trained)
         recorder.begin_backward(roots, model)
-        with joint_hooks_set_aside(trained), grads_set_aside(trained) if accumulates else contextlib.nullcontext():
+        with joint_hooks_set_aside(trained), grads_set_aside(trained if accumulates else ()):
+            if accumulates:
+                refuse_gradient_hooks(trained)
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()

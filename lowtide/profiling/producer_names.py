@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.recipes.operators import updated_statistics
+from lowtide.recipes.graph import updated_statistics
 from lowtide.tensors.compiled import compiled_parts, lies_in
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import ordered_storage_keys, storage_key_set, storage_keys

@@ -4,8 +4,8 @@ What: saved activations are parked: their bytes go elsewhere at once and autogra
 storage share the one copy that comes back, and it goes when the last handle does: exactly when plain autograd would
 have released it. Parameters, casts of them, the batch and tensors that are not plain stay as they are; the questions
 are the runtime's (runtime/hooks/forward_pass.py).
-Where to: `FileStash` (no accelerator: resident memory really falls, so that the observed step itself is small),
-`HostStash` (an accelerator: main memory), `FakeStash` (fake tensors have no bytes: a new empty storage will do).
+Where to: `file_stash` (no accelerator: resident memory really falls, so that the observed step itself is small),
+`host_stash` (an accelerator: main memory), `fake_stash` (fake tensors have no bytes: a new empty storage will do).
 
 Cost: one synchronous copy each way; an observed step is slower by that much. Not covered: in-place writes after saving
 (the copy is that of the save); overlap, pinned memory, tiers (that is the runtime's business).
@@ -18,7 +18,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,73 +39,58 @@ WRITTEN_IN_PARTS = "written in parts that do not know of each other"
 """One copy, made when the first part was saved, would have old bytes of the others."""
 
 
-class ByteStash(Protocol):
+class ByteStash(NamedTuple):
     """A place for bytes. The ticket is the place's own business."""
 
-    def put(self, storage: torch.UntypedStorage) -> Any:
-        """Copy the bytes of `storage` away."""
-
-    def get(self, ticket: Any) -> torch.UntypedStorage:
-        """A new storage with those bytes."""
-
-    def close(self) -> None:
-        """Give everything back."""
+    put: Callable[[torch.UntypedStorage], Any]
+    """Copy the bytes of a storage away; gives the ticket."""
+    get: Callable[[Any], torch.UntypedStorage]
+    """A new storage with those bytes."""
+    close: Callable[[], None] = lambda: None
+    """Give everything back."""
 
 
-class FileStash:
+def file_stash() -> ByteStash:
     """An unlinked temporary file. The kernel may cache it, but that memory is not the process's."""
+    file, end = tempfile.TemporaryFile(prefix="lowtide-observe-", buffering=0), 0  # noqa: SIM115
 
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="lowtide-observe-", buffering=0)  # noqa: SIM115
-        self._end = 0
-
-    def put(self, storage: torch.UntypedStorage) -> tuple[int, int]:
-        nbytes, offset = storage.nbytes(), self._end
+    def put(storage: torch.UntypedStorage) -> tuple[int, int]:
+        nonlocal end
+        nbytes, offset = storage.nbytes(), end
         view, done = byte_view(storage).numpy().data, 0
         while done < nbytes:
-            done += os.pwrite(self._file.fileno(), view[done:], offset + done)
-        self._end += nbytes
+            done += os.pwrite(file.fileno(), view[done:], offset + done)
+        end += nbytes
         return offset, nbytes
 
-    def get(self, ticket: tuple[int, int]) -> torch.UntypedStorage:
+    def get(ticket: tuple[int, int]) -> torch.UntypedStorage:
         offset, nbytes = ticket
         target = torch.empty(nbytes, dtype=torch.uint8)
         view, done = target.numpy().data, 0
         while done < nbytes:
-            num = os.preadv(self._file.fileno(), [view[done:]], offset + done)
+            num = os.preadv(file.fileno(), [view[done:]], offset + done)
             if num == 0:
                 raise OSError("observe: the temporary file ends before what was written to it")
             done += num
         return target.untyped_storage()
 
-    def close(self) -> None:
-        self._file.close()
+    return ByteStash(put, get, file.close)
 
 
-class HostStash:
+def host_stash() -> ByteStash:
     """Main memory, for tensors on an accelerator."""
-
-    def put(self, storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.device]:
-        return byte_view(storage).cpu(), storage.device
-
-    def get(self, ticket: tuple[torch.Tensor, torch.device]) -> torch.UntypedStorage:
-        return ticket[0].to(ticket[1]).untyped_storage()
-
-    def close(self) -> None:
-        pass
+    return ByteStash(
+        lambda storage: (byte_view(storage).cpu(), storage.device),
+        lambda ticket: ticket[0].to(ticket[1]).untyped_storage(),
+    )
 
 
-class FakeStash:
+def fake_stash() -> ByteStash:
     """Fake tensors: only the size matters."""
-
-    def put(self, storage: torch.UntypedStorage) -> int:
-        return storage.nbytes()
-
-    def get(self, ticket: int) -> torch.UntypedStorage:
-        return torch.empty(ticket, dtype=torch.uint8, device="cpu").untyped_storage()
-
-    def close(self) -> None:
-        pass
+    return ByteStash(
+        torch.UntypedStorage.nbytes,
+        lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage(),
+    )
 
 
 class _Parked:

@@ -8,7 +8,7 @@ same of a storage that has no bytes, at a roofline's price.
 
 Cost: in the observed step only. What fits is encoded four times and decoded three times; of the rest 4,096 elements are
 read for each kind, and zeros are counted. Not covered: whether the bytes fit in a later step; that is looked at in each
-(runtime/recompute/encoded.py). No mode sees the operators that run here: they are none of the step's.
+(runtime/recompute/recipe_graph.py). No mode sees the operators that run here: they are none of the step's.
 """
 
 from __future__ import annotations

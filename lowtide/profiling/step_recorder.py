@@ -37,8 +37,7 @@ from lowtide.profiling.producer_names import CASTS, COMPILED, Recorder, modules_
 from lowtide.profiling.saved_tensors import ByteStash, CodecOf, SavedTensorRecorder, is_parameter
 from lowtide.profiling.step_record import CompiledCall, StepState, Trace
 from lowtide.profiling.storages import NOWHERE
-from lowtide.recipes.graph import OpCall, Storage, Value
-from lowtide.recipes.operators import has_statistics, writes_unsaid, written_values
+from lowtide.recipes.graph import OpCall, Storage, Value, has_statistics, writes_unsaid, written_values
 from lowtide.tensors.compiled import calls_wrapped, compiled_parts, nodes_between
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import is_plain_or_fake

@@ -2,6 +2,8 @@
 
 What: `untouched` puts back what a model and its inputs reach, random states, gradients and torch's own settings.
 `joint_hooks_set_aside` and `grads_set_aside` are for the backward pass.
+`to_the_end(undo)` calls a function that may be called again until it has come to its end: Python raises
+KeyboardInterrupt between any two calls, in a `finally` too, and a half of what was to be put back would be missing.
 `Ends` cuts off graphs that were there before, and leaves them to the backward they wait for. An input may hang on a
 graph of the user's (an embedding outside of the model, its own parameters even, a hidden state of the last call). The
 observed backward pass would run that graph and free it. So each tensor that has one is exchanged, for the time of the
@@ -17,14 +19,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.tensors.interrupts import to_the_end
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import TENSOR_HOOKS, gradient_hooks, joint_gradient_hooks, parametrized_weights
@@ -34,30 +35,33 @@ from lowtide.tensors.snapshot import Snapshot, take
 @contextlib.contextmanager
 def joint_hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
     """Hooks on several leaves at once work under `.backward()` only."""
-    hooks = [(getattr(each, TENSOR_HOOKS[0]), keys) for each in tensors if (keys := joint_gradient_hooks(each))]
-    before = [dict(found) for found, _ in hooks]
+    found = [(getattr(each, TENSOR_HOOKS[0]), keys) for each in tensors if (keys := joint_gradient_hooks(each))]
+    with items_set_aside([hooks for hooks, _ in found], [keys for _, keys in found]):
+        yield
+
+
+@contextlib.contextmanager
+def items_set_aside(tables: Sequence[dict], keys: Sequence[Iterable[Any]] | None = None) -> Iterator[None]:
+    """Inside, each of these dictionaries is without those of its `keys`; without them: empty."""
+    before = [dict(table) for table in tables]
 
     def put_back() -> None:
-        for (found, _), then in zip(hooks, before, strict=True):
-            found.clear()  # for the order of those that stayed
-            found.update(then)
+        for table, then in zip(tables, before, strict=True):
+            table.clear()  # for the order of those that stayed
+            table.update(then)
 
     try:
-        for found, keys in hooks:
-            for key in keys:
-                del found[key]
+        for table, those in zip(tables, before if keys is None else keys, strict=True):
+            for key in those:
+                del table[key]
         yield
     finally:
         to_the_end(put_back)
 
 
 @contextlib.contextmanager
-def grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
-    if any(gradient_hooks(tensor) for tensor in tensors):
-        raise ConfigError(
-            "observe: the model checkpoints with use_reentrant=True and its parameters have gradient hooks, which an "
-            "observed step would set off; use use_reentrant=False"
-        )
+def grads_set_aside(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, these tensors have no gradients."""
     before = [tensor.grad for tensor in tensors]
 
     def put_back() -> None:
@@ -72,21 +76,13 @@ def grads_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
         to_the_end(put_back)
 
 
-@contextlib.contextmanager
-def _parametrized_weights_set_aside() -> Iterator[None]:
-    """What `parametrize.cached()` remembers has graphs, and a backward pass frees them."""
-    found = parametrized_weights()
-    before = dict(found)
-
-    def put_back() -> None:
-        found.clear()
-        found.update(before)
-
-    try:
-        found.clear()
-        yield
-    finally:
-        to_the_end(put_back)
+def refuse_gradient_hooks(tensors: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigError for hooks that a step observed through `.backward()` would set off."""
+    if any(gradient_hooks(tensor) for tensor in tensors):
+        raise ConfigError(
+            "observe: the model checkpoints with use_reentrant=True and its parameters have gradient hooks, which an "
+            "observed step would set off; use use_reentrant=False"
+        )
 
 
 def apart(run: Callable[..., Any], **how: Any) -> Any:
@@ -125,7 +121,7 @@ def untouched(
     try:
         with (
             Modes().again(),
-            _parametrized_weights_set_aside(),
+            items_set_aside([parametrized_weights()]),  # with graphs that a backward pass would free
             torch.set_grad_enabled(torch.is_grad_enabled()),
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         ):
@@ -190,3 +186,17 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
         return None, None
+
+
+def to_the_end(undo: Callable[[], None]) -> None:
+    """`undo()`, to its end. Raises what it raises; a KeyboardInterrupt only after it."""
+    late: KeyboardInterrupt | None = None
+    is_over = False
+    while not is_over:
+        try:
+            undo()
+            is_over = True
+        except KeyboardInterrupt as interrupt:
+            late = interrupt
+    if late is not None:
+        raise late

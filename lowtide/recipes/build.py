@@ -51,9 +51,11 @@ from typing import Any
 import torch
 
 from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep
-from lowtide.recipes.graph import OpCall, Storage, Value
-from lowtide.recipes.operators import (
+from lowtide.recipes.graph import (
     WAIT,
+    OpCall,
+    Storage,
+    Value,
     filled_version,
     has_numbers,
     has_sizes,

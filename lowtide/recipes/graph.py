@@ -1,4 +1,4 @@
-"""The operators of one observed step, as a graph of values on storages.
+"""The operators of one observed step, as a graph of values on storages; and what an operator reads and writes.
 
 What: the recorder (profiling/step_recorder.py) writes one `OpCall` for each operator that ran and one `Storage` for
 each block of bytes that it saw; the recipe builder (build.py) reads them. Nothing here holds a tensor: a `Value` says
@@ -8,19 +8,30 @@ how a tensor viewed a storage, and at which version. So the graph of a step cost
 in the plane or the dimension that it looked at. It follows from the operator's definition and not from values, so int64
 indices may be stored in fewer bytes without a look at them (tensors/codecs.py), on an accelerator too.
 
-Not covered: what the numbers were; limits of indices that something wrote to after they were made, of masked or shifted
-ones, and of those that came with the batch (token ids): they may be others in the next step.
+What an operator reads and writes comes from its schema, and where the schema does not say, from here. A recipe may run
+one again only if all that it reads can be given to it and all that it writes is the recipe's own. Three things are not
+in a schema: batch norms update running statistics, the older kind of collectives (`c10d`) writes into what it is given,
+and freshly allocated memory (`empty`) holds nothing until somebody has written all of it.
+
+Cost: a walk over the arguments of one call. Not covered: side effects outside of tensors; what the numbers were;
+limits of indices that something wrote to after they were made, of masked or shifted ones, and of those that came with
+the batch (token ids): they may be others in the next step.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lowtide.tensors.private import schema_of
+from lowtide.tensors.private import OpOverload, schema_of
 
 _PLANES = {
     "max_pool2d_with_indices": 2,
@@ -121,3 +132,259 @@ class OpCall:
             if argument.name == name:
                 return self.kwargs.get(name, self.args[place] if place < len(self.args) else argument.default_value)
         return None
+
+
+# -- what an operator reads and writes ---------------------------------------------------------------------------------
+
+
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
+# The statistics are no input of what these compute in training mode, so they may be left out of a second run.
+_BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_RUNNING_STATISTICS = slice(3, 5)
+_TRAINING = 5
+# oneDNN's LSTM keeps a workspace for its backward, and gives none at all without gradients. The table of a CTC loss has
+# places that no alignment reaches.
+_WORKSPACES = frozenset({"mkldnn_rnn_layer", "_ctc_loss"})
+# Size-like by type, but right for every shape.
+_NO_SIZES = frozenset({("embedding", "padding_idx")})
+# Their sizes are those of their weight, which no batch changes if it is a parameter.
+_SIZED_BY_WEIGHT = frozenset({"native_layer_norm", "_fused_rms_norm"})
+_NORMALIZED_SHAPE, _WEIGHT = (1, "normalized_shape"), (2, "weight")
+
+
+# Collectives that give out one new tensor and name their group by a string.
+_REPEATABLE = frozenset(
+    {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"}
+)
+WAIT = "_c10d_functional.wait_tensor.default"
+"""What stands between a functional collective and its first reader."""
+
+
+def leaves_bytes_unset(call: OpCall) -> bool:
+    """Whether some bytes of what it gives are what the memory held before: no second run gives the same."""
+    return packet_name(call) in _WORKSPACES
+
+
+def is_repeatable(call: OpCall) -> bool:
+    """Whether a recipe can issue this collective again."""
+    is_functional = call.func.namespace == "_c10d_functional" and not schema_of(call.func).is_mutable
+    return is_functional and packet_name(call) in _REPEATABLE
+
+
+def writes_unsaid(call: OpCall) -> bool:
+    """Whether the call writes into those tensors that it also gives out, although its schema does not say so."""
+    return call.func.namespace == "c10d"
+
+
+def is_wait(call: OpCall) -> bool:
+    """Whether the call waits for a functional collective. It gives out the tensor that it was given."""
+    return str(call.func) == WAIT
+
+
+def packet_name(call: OpCall) -> str:
+    """`mul` of `aten.mul.Tensor`; empty for what is no operator overload."""
+    return call.func.overloadpacket.__name__ if isinstance(call.func, OpOverload) else ""
+
+
+def read_values(call: OpCall) -> Iterator[Value]:
+    """The tensors that a recipe must give to the operator."""
+    return (leaf for leaf in _leaves((pure_args(call), *call.kwargs.values())) if isinstance(leaf, Value))
+
+
+def _leaves(given: Any) -> Iterator[Any]:
+    """What is in lists and tuples. (torch's pytree does the same for any container, ten times slower.)"""
+    if not isinstance(given, (list, tuple)):
+        yield given
+        return
+    for item in given:
+        yield from _leaves(item)
+
+
+def pure_args(call: OpCall) -> Sequence[Any]:
+    """The positional arguments of a run that changes nothing but its results and what is written in place."""
+    if not updated_statistics(call.func, call.args):
+        return call.args
+    args = [*call.args]
+    args[_RUNNING_STATISTICS] = [None, None]
+    return args
+
+
+def has_statistics(func: Any) -> bool:
+    """Whether the operator may update running statistics that it is given."""
+    return isinstance(func, OpOverload) and func.overloadpacket.__name__ in _BATCH_NORMS
+
+
+def updated_statistics(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The running statistics that a batch norm with these arguments writes to, although its schema does not say so."""
+    if not has_statistics(func) or not args[_TRAINING]:
+        return []
+    return [given for given in args[_RUNNING_STATISTICS] if given is not None]
+
+
+def is_random(call: OpCall) -> bool:
+    """Whether the call drew random numbers. Attention kernels are marked as random; without dropout they are not."""
+    is_marked = isinstance(call.func, OpOverload) and torch.Tag.nondeterministic_seeded in call.func.tags
+    return is_marked and call.argument("dropout_p") != 0.0
+
+
+def written_values(call: OpCall) -> list[Value]:
+    """The tensors that the operator writes into in place."""
+    statistics = updated_statistics(call.func, call.args)
+    if statistics:
+        return statistics
+    if not isinstance(call.func, OpOverload):
+        return []
+    if writes_unsaid(call):
+        given_out = {value.storage.index for value in call.outputs if value is not None}
+        return [value for value in read_values(call) if value.storage.index in given_out]
+    if not schema_of(call.func).is_mutable:
+        return []
+    written: list[Value] = []
+    for position, argument in enumerate(schema_of(call.func).arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = call.args[position] if position < len(call.args) else call.kwargs.get(argument.name)
+        written += [leaf for leaf in _leaves(given) if isinstance(leaf, Value)]
+    return written
+
+
+def is_empty(storage: Storage) -> bool:
+    """Whether it was allocated without values."""
+    return storage.producer is not None and packet_name(storage.producer) in _EMPTY
+
+
+def shows_all(storage: Storage) -> bool:
+    """Whether what the operator that made it gave out covers all of it. Else the rest may be what the memory held
+    before: `mse_loss` adds up a block of which its result is the first number."""
+    given = storage.producer.outputs if storage.producer is not None else ()
+    shown = [math.prod(v.size) * v.dtype.itemsize for v in given if v is not None and v.storage is storage]
+    return sum(shown) >= storage.nbytes
+
+
+def overwrites(call: OpCall, value: Value) -> bool:
+    """Whether a call writes all of a tensor without reading it."""
+    return (packet_name(call) in _OVERWRITES or is_random(call)) and bool(call.args) and call.args[0] is value
+
+
+def filled_version(storage: Storage, writers: Sequence[tuple[OpCall, Value]]) -> int | None:
+    """The version from which all bytes of an `is_empty` storage have been written; None if that cannot be told."""
+    written: list[Value] = []
+    for version, (call, value) in enumerate(writers, start=1):
+        if not overwrites(call, value):
+            return None
+        written.append(value)
+        if _cover(written, storage.nbytes):
+            return version
+    return None
+
+
+def _cover(parts: Sequence[Value], nbytes: int) -> bool:
+    """Whether tensors cover a storage, put together side by side in one dimension."""
+    first = parts[0]
+    if any(part.stride != first.stride or part.dtype != first.dtype for part in parts):
+        return False
+    if nbytes == 0:
+        return True
+    dims = range(len(first.size))
+    seams = [dim for dim in dims if len({part.size[dim] for part in parts}) > 1] or [*dims]
+    whole = [*first.size]
+    if len(parts) > 1:
+        # Equal halves differ in no size: then any dimension may be the one in which they follow each other.
+        seam = next((dim for dim in seams if _follow(parts, dim)), None)
+        if seam is None:
+            return False
+        whole[seam] = sum(part.size[seam] for part in parts)
+    # All of the storage: from its first element, dense in some order of the dimensions.
+    expected = 1
+    for stride, size in sorted((first.stride[dim], whole[dim]) for dim in dims if whole[dim] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return min(part.offset for part in parts) == 0 and expected * first.dtype.itemsize == nbytes
+
+
+def _follow(parts: Sequence[Value], dim: int) -> bool:
+    """Whether each tensor begins where the one before it ends, and all other sizes agree."""
+    end = min(part.offset for part in parts)
+    for part in sorted(parts, key=lambda part: part.offset):
+        others = [size for other, size in enumerate(part.size) if other != dim]
+        if part.offset != end or others != [size for other, size in enumerate(parts[0].size) if other != dim]:
+            return False
+        end += part.size[dim] * part.stride[dim]
+    return True
+
+
+def sizes_in(calls: Iterable[OpCall]) -> frozenset[int]:
+    """Every size of a tensor that some call saw, and the products of neighbouring ones."""
+    found: set[int] = set()
+    shapes = {value.size for call in calls for value in (*read_values(call), *filter(None, call.outputs))}
+    for shape in shapes:
+        for first in range(len(shape)):
+            found.update(itertools.accumulate(shape[first:], operator.mul))
+    return frozenset(found - {0, 1})
+
+
+def has_sizes(call: OpCall, known_sizes: frozenset[int]) -> bool:
+    """Whether a size, stride or offset is written in the call; also `arange(16)`: its result has a size of its own.
+
+    A number to compute with that is a size of some tensor in the step, or one over it, counts as one: it may come from
+    `x.sum() / len(x)`, where `x` is not seen by the division.
+    """
+    if not any(True for _ in read_values(call)):
+        return any(output is not None and output.size for output in call.outputs)
+    sizes, scalars = _size_arguments(call.func)
+    given = [*enumerate(call.args), *call.kwargs.items()]
+    if _is_sized_by_parameter(call):
+        sizes -= frozenset(_NORMALIZED_SHAPE)
+    if any(key in sizes and arg is not None and not _is_empty_list(arg) for key, arg in given):
+        return True
+    numbers = [abs(arg) for key, arg in given if key in scalars and type(arg) in (int, float)]
+    return any(_is_size(number, known_sizes) for number in numbers)
+
+
+def _is_sized_by_parameter(call: OpCall) -> bool:
+    if packet_name(call) not in _SIZED_BY_WEIGHT:
+        return False
+    weight = next((arg for key, arg in [*enumerate(call.args), *call.kwargs.items()] if key in _WEIGHT), None)
+    return isinstance(weight, Value) and weight.storage.kind == "parameter"
+
+
+def _is_size(number: float, known_sizes: frozenset[int]) -> bool:
+    if not math.isfinite(number) or number == 0:
+        return False
+    whole = round(1 / number) if number < 1 else 0
+    return number in known_sizes or (whole in known_sizes and 1 / whole == number)
+
+
+def _is_empty_list(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and not arg
+
+
+@functools.cache
+def _size_arguments(func: OpOverload) -> tuple[frozenset[int | str], frozenset[int | str]]:
+    """Positions and names of the arguments that are sizes (the schema writes them as SymInt, dimensions as int), and
+    of those that are numbers to compute with."""
+    # In Python sizes and dimensions are both "int"; only the written schema tells them apart.
+    kinds = {name: kind for kind, name in re.findall(r"(\w+)\S* (\w+)[=,)]", str(schema_of(func)))}
+    packet = func.overloadpacket.__name__
+    sizes: set[int | str] = set()
+    scalars: set[int | str] = set()
+    for position, argument in enumerate(schema_of(func).arguments):
+        kind = kinds.get(argument.name)
+        if kind == "SymInt" and (packet, argument.name) not in _NO_SIZES:
+            sizes |= {position, argument.name}
+        # `x * 2` is recorded as mul.Tensor(x, 2).
+        if kind in ("Scalar", "float", "Tensor") and argument.name != "exponent":
+            scalars |= {position, argument.name}
+    return frozenset(sizes), frozenset(scalars)
+
+
+def has_numbers(call: OpCall) -> bool:
+    """Whether a number, or a view that a number may have chosen, is among the arguments."""
+    for leaf in _leaves((call.args, *call.kwargs.values())):
+        if type(leaf) in (int, float):
+            return True
+        if isinstance(leaf, Value) and math.prod(leaf.size) * leaf.dtype.itemsize != leaf.storage.nbytes:
+            return True
+    return False

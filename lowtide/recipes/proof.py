@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.recipe import Recipe
 from lowtide.recipes.execute import find_operator
-from lowtide.recipes.operators import WAIT, has_statistics, pure_args
+from lowtide.recipes.graph import WAIT, has_statistics, pure_args
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     TorchDispatchMode,
@@ -175,8 +175,8 @@ class OperatorLog(TorchDispatchMode):
 
 
 def _seen(tensor: torch.Tensor) -> Seen | None:
-    if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
-        return None
+    if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return None  # of an inference tensor nothing is saved for backward, and it counts no versions
     shape = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     return Seen((storage_key(tensor.untyped_storage()), version_of(tensor), shape))
 

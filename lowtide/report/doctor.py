@@ -25,9 +25,9 @@ from lowtide.engines.bandwidth import measure_link
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.tiers.disk import default_directory, file_system_type
 from lowtide.engines.tiers.host_buffers import MALLOC_VARIABLE
-from lowtide.engines.tiers.host_limit import cpus_near, host_limit
+from lowtide.engines.tiers.host_limit import cpus_near, host_limit, num_nodes
 from lowtide.errors import ConfigError
-from lowtide.tensors.versions import TESTED
+from lowtide.tensors.private import TESTED
 from lowtide.units import GIB, format_bytes
 
 State = Literal["ok", "note", "bad"]
@@ -66,7 +66,7 @@ def examine(
     yield from _kernel(device, root)
     yield from _allocators(device, environment)
     if device.type != "cpu":
-        yield _numa(device)
+        yield _numa(cpus_near(device, root), num_nodes(root))
     directory = disk_path or default_directory()
     disk = _disk(directory, root)
     yield disk
@@ -174,10 +174,17 @@ def _allocators(device: torch.device, environment: Mapping[str, str]) -> Iterato
         yield Finding(what="malloc", state="ok" if huge else "note", found=found, advice=advice)
 
 
-def _numa(device: torch.device) -> Finding:
-    near = cpus_near(device)
+def _numa(near: frozenset[int] | None, nodes: int) -> Finding:
+    """`near`: the CPUs near the device, where it is known where it is."""
+    if near is None and nodes <= 1:
+        return Finding(what="NUMA", state="ok", found="one node")
     if near is None:
-        return Finding(what="NUMA", state="ok", found="one node, or the device does not say where it is")
+        return Finding(
+            what="NUMA",
+            state="note",
+            found=f"{nodes} nodes, and neither the device nor npu-smi says which is near: copy threads are not bound",
+            advice="bind each rank to the CPUs near its device (numactl; npu-smi info -t topo lists them)",
+        )
     mine = os.sched_getaffinity(0)
     if mine <= near:
         return Finding(what="NUMA", state="ok", found=f"this process stays on the {len(near)} CPUs near the device")

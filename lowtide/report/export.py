@@ -12,6 +12,7 @@ layers; its own kernels, which save other tensors; plans for a cluster (cluster/
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_cu
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
-SYSTEMS = ("transformers", "megatron", "torchtitan", "mindformers")
+SYSTEMS = ("transformers", "megatron", "mindspeed", "torchtitan", "mindformers")
 PREFETCH = 1
 """Operators ahead of its reader at which a swapped activation is asked for, where a file has to say a number."""
 
@@ -48,6 +49,8 @@ class Setting:
     """Activations that are dropped and recomputed one by one."""
     copies_block: bool = False
     """Compute waits for each copy."""
+    moved_bytes: int = 0
+    """Of the optimizer's state: elsewhere until it steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,9 @@ def play_setting(
     else:
         timeline = run(step, fates, link, budget_bytes=budget_bytes)
         peak_bytes, seconds = timeline.peak_bytes, timeline.step_seconds
-    return PlayedSetting(setting=setting, peak_bytes=peak_bytes, step_seconds=seconds, copied_bytes=copied_bytes)
+    return PlayedSetting(
+        setting=setting, peak_bytes=peak_bytes - setting.moved_bytes, step_seconds=seconds, copied_bytes=copied_bytes
+    )
 
 
 def _copy_seconds(nbytes: int, link: Link) -> float:
@@ -146,6 +151,7 @@ def settings_for(system: str, plan: Plan, profile: Profile) -> Iterator[Setting]
     makers = {
         "transformers": _transformers,
         "megatron": _megatron,
+        "mindspeed": _mindspeed,
         "torchtitan": _torchtitan,
         "mindformers": _mindformers,
     }
@@ -191,6 +197,30 @@ def _megatron(plan: Plan, profile: Profile) -> Iterator[Setting]:
             ),
             layers=plan.layers[:number],
         )
+
+
+def _mindspeed(plan: Plan, profile: Profile) -> Iterator[Setting]:
+    """Megatron-LM's, the activation function of the layers that do not run again, and the swapped optimizer: its flag
+    moves all of the state."""
+    moves = plan.optimizer is not None and bool(plan.optimizer.moved_bytes)
+    optimizer = ("--swap-optimizer",) if moves else ()
+    moved_bytes = profile.state.optimizer_movable if moves else 0
+    with_recipes = [node.name for node in profile.nodes if node.recipe is not None]
+    for setting in _megatron(plan, profile):
+        rest = plan.layers[len(setting.layers) :]
+        parts = tuple(f"{layer}.{part}" for layer in rest for part in _ACTIVATION)
+        made = tuple(name for name in with_recipes if name.startswith(parts))
+        full = setting.lines if setting.layers else ()
+        lines = (*full, *optimizer) or setting.lines
+        yield dataclasses.replace(setting, lines=lines, moved_bytes=moved_bytes)
+        if made:
+            flags = ("--recompute-activation-function", f"--recompute-activation-function-num-layers {len(rest)}")
+            lines = (*full, *flags, *optimizer)
+            yield dataclasses.replace(setting, lines=lines, made=made, moved_bytes=moved_bytes)
+
+
+_ACTIVATION = ("mlp.act_fn.", "mlp.mul")
+"""What their activation function of a gated MLP makes."""
 
 
 def _torchtitan(plan: Plan, profile: Profile) -> Iterator[Setting]:
@@ -337,7 +367,7 @@ def _lost(plan: Plan, profile: Profile, setting: Setting) -> Iterator[str]:
         saved = format_bytes(sum(site.nbytes - site.stored_bytes for site in smaller))
         count = f"{len(smaller)} {plural('activation', len(smaller))}"
         yield f"{saved} that the plan saves by storing {count} smaller: here they are whole"
-    if plan.optimizer is not None and plan.optimizer.moved_bytes:
+    if plan.optimizer is not None and plan.optimizer.moved_bytes and not setting.moved_bytes:
         moved = format_bytes(plan.optimizer.moved_bytes)
         yield f"{moved} of the optimizer's state: elsewhere in the plan, on the device here"
     if plan.loss != "plain":
@@ -347,8 +377,11 @@ def _lost(plan: Plan, profile: Profile, setting: Setting) -> Iterator[str]:
 def _remarks(system: str) -> Iterator[str]:
     if system == "transformers":
         yield "Copies of `offload` run on the compute stream, so each is in the time in full. For HfArgumentParser."
-    elif system == "megatron":
+    elif system in ("megatron", "mindspeed"):
         yield "`block` counts the layers of each pipeline stage; the plan is of one device, which has all of them."
+        if system == "mindspeed":
+            yield "--swap-optimizer needs --use-distributed-optimizer and fused AdamW; the time of its copies, which"
+            yield "no step of it hides, is not in the time above. What --swap-attention frees is not predicted."
     elif system == "torchtitan":
         yield "SelectiveAC and MemoryBudgetAC choose by operator, not by budget; lowtide does not predict them."
     else:

@@ -41,9 +41,6 @@ class LiveBytes(TorchDispatchMode):
     Only storages on `device_type` count; without it, the type of the model's first parameter ('cpu' without a model).
     """
 
-    counts_bytes = True
-    """Updates that an optimizer puts off run without the forward pass's modes, but for such as count bytes."""
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled parts stay compiled while they are counted: torch would leave them as they are."""

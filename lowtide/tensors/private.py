@@ -3,7 +3,7 @@
 What: torch has no public way to say in which backward pass a thread is, what version a tensor has, or what hooks are
 active. Whoever needs one of these takes it from here; a test of the source forbids such names elsewhere. Each name says
 what it gives, and which public way is missing. Each has a test of what it means (tests/tensors/test_private.py); they
-were seen in torch 2.11 to 2.15 alike (`versions.TESTED`).
+were seen in torch 2.11 to 2.15 alike (`TESTED`).
 
 At import each is looked up, and ConfigError names one that is missing. What belongs to a part of torch that most
 programs never import (FSDP2, the compiler, process groups) or to transformers is looked up when it is asked for.
@@ -27,7 +27,20 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
-from lowtide.tensors.versions import missing
+from lowtide.errors import ConfigError
+
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""Versions of torch that the tests of this file have passed with, oldest first, as pyproject.toml says them. The whole
+suite runs with 2.13."""
+
+
+def missing(symbol: str) -> ConfigError:
+    """The error for a torch without `symbol`, a dotted path or the text of an ImportError."""
+    return ConfigError(
+        f"lowtide: torch {torch.__version__} does not have what lowtide needs of it: {symbol}; lowtide was tested with "
+        f"torch {TESTED[0]} to {TESTED[-1]}: install one of these"
+    )
+
 
 try:
     # A small tree library. torch has no public one.
@@ -191,10 +204,6 @@ sparse_values: Callable[[torch.Tensor], torch.Tensor] = find("torch.Tensor._valu
 
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a leaf that hold its hooks: None, or an ordered mapping. Hooks can be added publicly, not listed."""
-
-
-TENSOR_QUESTIONS = ("_base", "_is_view", "_version", *TENSOR_HOOKS)
-"""Names under which a `TorchFunctionMode` sees private questions about a tensor that no value of it answers."""
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Any:

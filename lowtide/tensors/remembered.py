@@ -1,8 +1,9 @@
 """What a snapshot remembers of one thing (snapshot.py): how it was, whether it still is, and how to put it back.
 
-What: one small class for each kind of thing: dictionaries and attributes, lists and sets, slots, variables of closures,
-globals, attributes of classes, random generators, numpy arrays, tensors. All have `restore()`, which writes to nothing
-that did not change; those that hold others have `changed()`, which gives the names of what was replaced.
+What: dictionaries and attributes (`Attributes`), lists and sets (`Items`), one value in its place (`Held`), what has a
+state as a whole (`State`), names that were not there (`NewNames`), tensors (`TensorState`). All have `restore()`, which
+writes to nothing that did not change; all but tensors have `changed()`, which gives the names of what did. A `Position`
+is of what moves on and cannot be wound back, so that it can at least be said.
 
 Cost: one shallow copy each; about 6 us for a small tensor. Not covered: what is reached from the thing remembered; the
 walk finds it.
@@ -10,6 +11,9 @@ walk finds it.
 
 from __future__ import annotations
 
+import functools
+import io
+import itertools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -30,8 +34,11 @@ PLAIN = frozenset(
     | {torch.Size, torch.layout, torch.memory_format, types.ModuleType, types.BuiltinFunctionType, property}
 )
 """Types of values that never change and hold nothing that does."""
+_POSITION_DEPTH = 4
 # The dictionaries of a module whose names are the module's own.
 TRANSPARENT = frozenset(MODULE_TABLES)
+NOTHING = object()
+"""In the place of a value that is not there."""
 WRAPPED = ("forward", COMPILED_CALL)
 """Attributes of a module that lowtide puts wrappers in."""
 
@@ -109,30 +116,6 @@ class Attributes:
             self.kind.__setitem__(value, key, was)
 
 
-class Empty:
-    """Containers in attributes that had nothing in them; one record for all of them."""
-
-    __slots__ = ("found",)
-
-    def __init__(self) -> None:
-        self.found: list[tuple[Any, Name, str]] = []
-
-    def again(self) -> list[Attributes | Items]:
-        """Those that have something in them now."""
-        return [
-            Attributes(value, dict(value), Name(name, key), is_module=False, is_item=key not in TRANSPARENT)
-            if isinstance(value, dict)
-            else Items(value, set(value) if isinstance(value, set) else list(value), Name(name, key))
-            for value, name, key in self.found
-            if value
-        ]
-
-    def restore(self) -> None:
-        for value, _, _ in self.found:
-            if value:
-                value.clear()
-
-
 class Items:
     """What is in a list, a deque or a set."""
 
@@ -173,108 +156,58 @@ class Items:
             set.update(value, then)
 
 
-class Slots:
-    """Attributes in `__slots__`."""
+class Held:
+    """One value in its place: a variable of an enclosing function, a global, an attribute of a class, a slot.
 
-    __slots__ = ("name", "then", "value")
+    `get()` gives `NOTHING` where there is none.
+    """
 
-    def __init__(self, value: Any, then: dict[str, Any], name: Name) -> None:
-        self.value = value
-        self.then = then
+    __slots__ = ("_get", "_put", "name", "then")
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], name: Name) -> None:
+        self._get = get
+        self._put = put
         self.name = name
+        self.then = get()
 
-    def again(self) -> Slots:
-        """The same object, as it is now."""
-        return Slots(self.value, slots_of(self.value), self.name)
+    @classmethod
+    def of_cell(cls, cell: types.CellType, name: Name) -> Held:
+        """A variable of an enclosing function."""
+        return cls(functools.partial(_in_cell, cell), functools.partial(_set_or_delete, cell, "cell_contents"), name)
+
+    @classmethod
+    def of_globals(cls, namespace: dict[str, Any], key: str, name: Name) -> Held:
+        return cls(functools.partial(namespace.get, key, NOTHING), functools.partial(_put_item, namespace, key), name)
+
+    @classmethod
+    def of_class(cls, owner: type, key: str, name: Name) -> Held:
+        """An attribute of a class."""
+        return cls(lambda: vars(owner).get(key, NOTHING), functools.partial(_set_or_delete, owner, key), name)
+
+    @classmethod
+    def of_slot(cls, value: Any, key: str, slot: types.MemberDescriptorType, name: Name) -> Held:
+        """An attribute in `__slots__`."""
+        return cls(functools.partial(_in_slot, value, slot), functools.partial(_put_slot, value, key), name)
+
+    def again(self) -> Held:
+        """The same place, as it is now."""
+        return Held(self._get, self._put, self.name)
 
     def changed(self) -> Iterator[str]:
-        now = slots_of(self.value)
-        for key in {**self.then, **now}:
-            if not _is_equal(now.get(key, self), self.then.get(key, self)):
-                yield str(Name(self.name, key))
-
-    def restore(self) -> None:
-        now = slots_of(self.value)
-        for key in now.keys() - self.then.keys():
-            object.__delattr__(self.value, key)
-        for key, was in self.then.items():
-            if now.get(key, self) is not was:
-                object.__setattr__(self.value, key, was)
-
-
-class Cell:
-    """A variable of an enclosing function."""
-
-    __slots__ = ("cell", "name", "then")
-
-    def __init__(self, cell: types.CellType, then: Any, name: Name) -> None:
-        self.cell = cell
-        self.then = then
-        self.name = name
-
-    def again(self) -> Cell:
-        """The same variable, as it is now."""
-        return Cell(self.cell, self.cell.cell_contents if is_filled(self.cell) else self.then, self.name)
-
-    def changed(self) -> Iterator[str]:
-        if not is_filled(self.cell) or not _is_equal(self.cell.cell_contents, self.then):
+        if not _is_equal(self._get(), self.then):
             yield str(self.name)
 
     def restore(self) -> None:
-        if not is_filled(self.cell) or self.cell.cell_contents is not self.then:
-            self.cell.cell_contents = self.then
+        if self._get() is not self.then:
+            self._put(self.then)
 
-
-class Global:
-    """A global that a function names."""
-
-    __slots__ = ("key", "name", "namespace", "then")
-
-    def __init__(self, namespace: dict[str, Any], key: str, then: Any, name: Name) -> None:
-        self.namespace = namespace
-        self.key = key
-        self.then = then
-        self.name = name
-
-    def again(self) -> Global:
-        """The same global, as it is now."""
-        return Global(self.namespace, self.key, self.namespace.get(self.key, self.then), self.name)
-
-    def changed(self) -> Iterator[str]:
-        if not _is_equal(self.namespace.get(self.key, self), self.then):
-            yield str(self.name)
-
-    def restore(self) -> None:
-        if self.namespace.get(self.key, self) is not self.then:
-            self.namespace[self.key] = self.then
-
-
-class ClassAttribute:
-    """An attribute of a class."""
-
-    __slots__ = ("key", "name", "owner", "then")
-
-    def __init__(self, owner: type, key: str, then: Any, name: Name) -> None:
-        self.owner = owner
-        self.key = key
-        self.then = then
-        self.name = name
-
-    def again(self) -> ClassAttribute:
-        """The same attribute, as it is now."""
-        return ClassAttribute(self.owner, self.key, vars(self.owner).get(self.key, self.then), self.name)
-
-    def changed(self) -> Iterator[str]:
-        if not _is_equal(vars(self.owner).get(self.key, self), self.then):
-            yield str(self.name)
-
-    def restore(self) -> None:
-        if vars(self.owner).get(self.key, self) is not self.then:
-            setattr(self.owner, self.key, self.then)
+    def put_in(self, _: Any, value: Any) -> None:
+        """Exchange the value, until it is restored. A container takes a key too; there is only one place here."""
+        self._put(value)
 
 
 class State:
-    """A random generator."""
+    """Something whose state is read and written as a whole: a random generator, an array, bytes, a file."""
 
     __slots__ = ("_get", "_set", "name", "then")
 
@@ -284,37 +217,85 @@ class State:
         self.name = name
         self.then = get()
 
+    @classmethod
+    def of_array(cls, array: Any, name: Name) -> State:
+        """A numpy array; of one of objects, which objects they are."""
+        return cls(array.copy, functools.partial(_write_array, array), name)
+
+    @classmethod
+    def of_bytes(cls, value: Any, name: Name) -> State:
+        """A `bytearray`, an `array.array`, or another object whose memory can be written to."""
+        return cls(functools.partial(_bytes_of, value), functools.partial(_write_bytes, value), name)
+
+    @classmethod
+    def of_cache(cls, function: Any, name: Name) -> State:
+        """A function under `functools.lru_cache`. Emptied if it was empty; else it keeps what it has learned."""
+        return cls(lambda: bool(function.cache_info().currsize), lambda then: then or function.cache_clear(), name)
+
+    @classmethod
+    def of_file(cls, file: io.IOBase, name: Name) -> State:
+        """Where a file is read; of one in memory, what is in it too."""
+        return cls(functools.partial(_state_of_file, file), functools.partial(_put_back_file, file), name)
+
     def again(self) -> State:
-        """The same generator, as it is now."""
+        """The same thing, as it is now."""
         return State(self._get, self._set, self.name)
 
-    def has_moved(self) -> bool:
-        return not _is_same_state(self._get(), self.then)
+    def changed(self) -> Iterator[str]:
+        if not _is_same_state(self._get(), self.then):
+            yield str(self.name)
 
     def restore(self) -> None:
-        self._set(self.then)
+        if not _is_same_state(self._get(), self.then):
+            self._set(self.then)
 
 
-class Array:
-    """A numpy array."""
+class NewNames:
+    """Names that a class, or the globals that a function names, have not got; those that come are taken away again."""
 
-    __slots__ = ("array", "name", "then")
+    __slots__ = ("_delete", "_found", "name")
 
-    def __init__(self, array: Any, name: Name) -> None:
-        self.array = array
-        self.then = array.copy()
+    def __init__(self, delete: Callable[[str], None], found: Callable[[], list[str]], name: Name) -> None:
+        self._delete = delete
+        self._found = found
         self.name = name
 
-    def again(self) -> Array:
-        """The same array, as it is now."""
-        return Array(self.array, self.name)
+    @classmethod
+    def of_globals(cls, namespace: dict[str, Any], names: set[str], name: Name) -> NewNames:
+        absent = names - namespace.keys()
+        return cls(namespace.__delitem__, lambda: [key for key in absent if key in namespace], name)
 
-    def has_moved(self) -> bool:
-        return bool(self.array.tobytes() != self.then.tobytes())
+    @classmethod
+    def of_class(cls, owner: type, name: Name) -> NewNames:
+        there = frozenset(vars(owner))
+        found = lambda: [key for key in vars(owner) if key not in there and not key.startswith("__")]  # noqa: E731
+        return cls(functools.partial(delattr, owner), found, name)
+
+    def changed(self) -> Iterator[str]:
+        yield from self._found()
 
     def restore(self) -> None:
-        if self.array.shape == self.then.shape and self.array.tobytes() != self.then.tobytes():
-            self.array[...] = self.then
+        for key in self._found():
+            self._delete(key)
+
+
+class Position:
+    """Something that moves on by itself and that nobody can wind back: an iterator, a file that is written."""
+
+    __slots__ = ("name", "then", "value")
+
+    def __init__(self, value: Any, name: Name) -> None:
+        self.value = value
+        self.name = name
+        self.then = _position(value)
+
+    @property
+    def kind(self) -> str:
+        """Of what class it is."""
+        return f"{type(self.value).__module__}.{type(self.value).__qualname__}"
+
+    def has_moved(self) -> bool:
+        return bool(_position(self.value) != self.then)
 
 
 class TensorState:
@@ -413,32 +394,143 @@ def _is_equal(now: Any, then: Any) -> bool:
 
 
 def _is_same_state(now: Any, then: Any) -> bool:
-    """Whether two states of a generator are equal."""
+    """Whether two states of something are equal."""
     if isinstance(now, torch.Tensor):
         return torch.equal(now, then)
     if isinstance(now, dict):
         return all(_is_same_state(value, then[key]) for key, value in now.items())
     if hasattr(now, "tobytes"):
-        return bool(now.tobytes() == then.tobytes())
+        return now.shape == then.shape and bool(now.tobytes() == then.tobytes())
+    if isinstance(now, tuple) and any(hasattr(part, "tobytes") for part in now):
+        return all(_is_same_state(one, other) for one, other in zip(now, then, strict=True))
     return bool(now == then)
 
 
 def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes in `__slots__` that are there."""
+    found = ((key, _in_slot(value, slot)) for key, slot in members_of(type(value)).items())
+    return {key: held for key, held in found if held is not NOTHING}
+
+
+def members_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    """What a class has in `__slots__`, whether an object of it has it or not."""
     found = {}
-    for owner in type(value).__mro__:
+    for owner in kind.__mro__:
         slots = vars(owner).get("__slots__", ())
         for key in (slots,) if isinstance(slots, str) else slots:
             slot = vars(owner).get(key)
             if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    found[key] = slot.__get__(value)
-                except AttributeError:
-                    continue
+                found[key] = slot
     return found
 
 
-def is_filled(cell: types.CellType) -> bool:
+def _in_slot(value: Any, slot: types.MemberDescriptorType) -> Any:
     try:
-        return cell.cell_contents is not cell
+        return slot.__get__(value)
+    except AttributeError:
+        return NOTHING
+
+
+def _put_slot(value: Any, key: str, then: Any) -> None:
+    if then is NOTHING:
+        object.__delattr__(value, key)
+    else:
+        object.__setattr__(value, key, then)
+
+
+def _in_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
     except ValueError:
-        return False
+        return NOTHING
+
+
+def is_filled(cell: types.CellType) -> bool:
+    return _in_cell(cell) is not NOTHING
+
+
+def _put_item(namespace: dict[str, Any], key: str, then: Any) -> None:
+    if then is NOTHING:
+        del namespace[key]
+    else:
+        namespace[key] = then
+
+
+def _set_or_delete(owner: Any, key: str, then: Any) -> None:
+    if then is NOTHING:
+        delattr(owner, key)
+    else:
+        setattr(owner, key, then)
+
+
+def _write_array(array: Any, then: Any) -> None:
+    if array.shape == then.shape:
+        array[...] = then
+
+
+def _bytes_of(value: Any) -> bytes:
+    with memoryview(value) as view:
+        return view.tobytes()
+
+
+def _write_bytes(value: Any, then: bytes) -> None:
+    if isinstance(value, bytearray):
+        value[:] = then
+    elif hasattr(value, "frombytes"):  # an array.array, whose length may be another
+        del value[:]
+        value.frombytes(then)
+    else:
+        memoryview(value).cast("B")[:] = then
+
+
+def _state_of_file(file: Any) -> tuple:
+    if file.closed:
+        return ()
+    return (file.tell(), file.getvalue() if isinstance(file, io.BytesIO | io.StringIO) else None)
+
+
+def _put_back_file(file: Any, then: tuple) -> None:
+    if file.closed:
+        return
+    position, value = then
+    if value is not None:
+        file.seek(0)
+        file.truncate()
+        file.write(value)
+    file.seek(position)
+
+
+def record_of_file(file: Any, name: Name) -> State | Position | None:
+    """The record of an open file; None for one that tells no position."""
+    if file.closed:
+        return None
+    try:
+        is_read = isinstance(file, io.BytesIO | io.StringIO) or (file.seekable() and not file.writable())
+        file.tell()
+    except (OSError, ValueError):
+        return None
+    return State.of_file(file, name) if is_read else Position(file, name)
+
+
+def _position(value: Any, depth: int = 0) -> Any:
+    """Something that compares equal as long as an iterator stands where it stood."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return None if frame is None else (frame.f_lasti, {key: id(local) for key, local in frame.f_locals.items()})
+    if isinstance(value, io.IOBase):
+        return -1 if value.closed else value.tell()
+    if isinstance(value, itertools.count | itertools.repeat):
+        return repr(value)
+    if isinstance(value, tuple) and depth:
+        return tuple(_position(part, depth) for part in value)
+    if isinstance(value, int | str | bytes | type(None)):
+        return value
+    if not isinstance(value, Iterator) or depth > _POSITION_DEPTH:
+        return id(value)
+    own = getattr(value, "__dict__", None)
+    if own:  # torch's, of a loader of batches
+        return tuple(part for part in own.values() if type(part) in (int, bool))
+    try:
+        return _position(value.__reduce__(), depth + 1)
+    except TypeError:
+        return id(value)

@@ -48,16 +48,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowtide.tensors.far_state import (
-    Bytes,
-    CachedCalls,
-    NewNames,
-    ObjectArray,
-    Position,
-    is_library,
-    names_in,
-    record_of_file,
-)
 from lowtide.tensors.private import (
     INTERNAL_MODES,
     disable_current_modes,
@@ -73,18 +63,17 @@ from lowtide.tensors.private import (
 from lowtide.tensors.remembered import (
     PLAIN,
     TRANSPARENT,
-    Array,
     Attributes,
-    Cell,
-    ClassAttribute,
-    Empty,
-    Global,
+    Held,
     Items,
     Name,
-    Slots,
+    NewNames,
+    Position,
     State,
     TensorState,
     is_filled,
+    members_of,
+    record_of_file,
     slots_of,
 )
 from lowtide.tensors.view import byte_view
@@ -106,7 +95,6 @@ _FAMILIAR = (
     "torch.ao.",
     "weakref",
 )
-_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 _CACHED = type(functools.lru_cache(len))
 _WRITABLE: tuple[Any, ...] = (
     bytearray,
@@ -180,19 +168,15 @@ class Snapshot:
             is_tuple = isinstance(value, tuple) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
             return tree_map_only(torch.Tensor, other, value) if is_tuple else value
 
-        pairs: Iterable[tuple[Any, Any]]
-        write: Callable[[Any, Any], Any]
         for record in self._records:
+            pairs: Iterable[tuple[Any, Any]]
+            write: Callable[[Any, Any], Any]
             if isinstance(record, Attributes):
                 pairs, write = record.then.items(), functools.partial(record.kind.__setitem__, record.value)
             elif isinstance(record, Items) and not isinstance(record.then, set):
                 pairs, write = enumerate(record.then), record.value.__setitem__
-            elif isinstance(record, Slots):
-                pairs, write = record.then.items(), functools.partial(object.__setattr__, record.value)
-            elif isinstance(record, Cell):
-                pairs, write = [("cell_contents", record.then)], functools.partial(setattr, record.cell)
-            elif isinstance(record, Global):
-                pairs, write = [(record.key, record.then)], functools.partial(dict.__setitem__, record.namespace)
+            elif isinstance(record, Held):
+                pairs, write = [((), record.then)], record.put_in
             else:
                 continue
             for key, value in pairs:
@@ -233,7 +217,7 @@ def take(
 ) -> Snapshot:
     """Remember what `modules` and `beside` reach. `code`: with what their functions name; `called`: and the functions
     that these call. `process`: the random states of the process and of `devices` too."""
-    walk = _Walk(code or called, called, steady)
+    walk = _StateWalk(code or called, called, steady)
     modes = [*function_modes(), *dispatch_modes()] if called else []
     with disable_current_modes():
         if process:
@@ -248,12 +232,11 @@ def take(
     return Snapshot(walk.records, walk.positions, walk.tensors, steady, walk.is_whole)
 
 
-class _Walk:
+class _StateWalk:
     """One way through everything that can be reached, each object once, near ones first."""
 
     def __init__(self, code: bool, called: bool, steady: WeakTensorKeyDictionary | None) -> None:
-        self.empty = Empty()
-        self.records: list[Any] = [self.empty]
+        self.records: list[Any] = []
         self.positions: list[Position] = []
         """What `Snapshot.moved` is asked of."""
         self.tensors: list[TensorState] = []
@@ -267,8 +250,8 @@ class _Walk:
         """Of classes that were found, by their names; walked once somebody names them."""
         self._steady = steady
         self._seen: dict[int, Any] = {}
-        self._classes: set[type] = set()
-        self._globals: set[tuple[int, str]] = set()
+        self._noted: set[Any] = set()
+        """Classes that were found, and globals: the namespace's identity, and the name."""
         self._todo: deque[tuple[Any, Name, int]] = deque()
         self._num_far = 0
         self._visits: dict[type, Callable[[Any, Name, int], None] | None] = {}
@@ -384,12 +367,7 @@ class _Walk:
         then = attributes.copy()
         self.records.append(Attributes(attributes, then, name, is_module=is_module, is_item=False))
         for key, child in then.items():
-            kind = type(child)
-            if kind in self._plain:
-                continue
-            if kind in _CONTAINERS and not child:
-                self.empty.found.append((child, name, key))  # most hooks of most modules
-            else:
+            if type(child) not in self._plain:
                 self.add(child, Name(name, key), depth + 1)
 
     def _dict(self, value: dict, name: Name, depth: int) -> None:
@@ -437,10 +415,9 @@ class _Walk:
             self._attributes(attributes, name, depth)
         if self._called:
             self._class(type(value), name)
-        if slots:
-            self.records.append(Slots(value, slots, name))
-            for key, child in slots.items():
-                self.add(child, Name(name, key), depth + 1)
+        for key, slot in members_of(type(value)).items():
+            self.records.append(Held.of_slot(value, key, slot, Name(name, key)))
+            self.add(slots.get(key), Name(name, key), depth + 1)
 
     def _function(self, function: types.FunctionType, name: Name, depth: int) -> None:
         if is_compiled_function(function):
@@ -449,7 +426,7 @@ class _Walk:
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen and is_filled(cell):
                 self._seen[id(cell)] = cell
-                self.records.append(Cell(cell, cell.cell_contents, Name(name, key)))
+                self.records.append(Held.of_cell(cell, Name(name, key)))
                 self.add(cell.cell_contents, Name(name, key), depth + 1)
         if function.__dict__:
             self._attributes(function.__dict__, name, depth)
@@ -483,9 +460,9 @@ class _Walk:
                     for owner in value.__mro__:
                         self.add(vars(owner).get("__init__"), name, depth + 1)
             else:
-                if (id(namespace), key) not in self._globals:
-                    self._globals.add((id(namespace), key))
-                    self.records.append(Global(namespace, key, value, name))
+                if (id(namespace), key) not in self._noted:
+                    self._noted.add((id(namespace), key))
+                    self.records.append(Held.of_globals(namespace, key, name))
                 self.add(value, name, depth + 1)
 
     def _named_by(self, function: types.FunctionType, depth: int) -> None:
@@ -496,17 +473,17 @@ class _Walk:
             if value is now or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):
                 continue
             name = Name(Name(None, function.__module__), key)
-            if (id(now), key) not in self._globals:
-                self._globals.add((id(now), key))
-                self.records.append(Global(now, key, value, name))
+            if (id(now), key) not in self._noted:
+                self._noted.add((id(now), key))
+                self.records.append(Held.of_globals(now, key, name))
             self.add(value, name, depth + 1)
 
     def _class(self, kind: type, name: Name) -> None:
         """Attributes of a module's class, and what its `forward` names."""
         for owner in kind.__mro__:
-            if owner in self._classes or owner.__module__.partition(".")[0] in _FOREIGN:
+            if owner in self._noted or owner.__module__.partition(".")[0] in _FOREIGN:
                 continue
-            self._classes.add(owner)
+            self._noted.add(owner)
             if self._called:
                 self._class_and_methods(owner)
                 continue
@@ -516,7 +493,7 @@ class _Walk:
             for key, value in vars(owner).items():
                 if key.startswith("__") or callable(value) or isinstance(value, property | staticmethod | classmethod):
                     continue
-                self.records.append(ClassAttribute(owner, key, value, Name(Name(None, owner.__name__), key)))
+                self.records.append(Held.of_class(owner, key, Name(Name(None, owner.__name__), key)))
                 self.add(value, Name(Name(None, owner.__name__), key), 1)
 
     def _class_and_methods(self, owner: type) -> None:
@@ -533,7 +510,7 @@ class _Walk:
             if key.startswith("__") or isinstance(value, types.FunctionType | type) or _functions_of(value):
                 continue
             if not _is_descriptor(value):
-                self.records.append(ClassAttribute(owner, key, value, Name(name, key)))
+                self.records.append(Held.of_class(owner, key, Name(name, key)))
                 self.add(value, Name(name, key), 1)
 
     def _method(self, method: types.MethodType, name: Name, depth: int) -> None:
@@ -580,15 +557,17 @@ class _Walk:
         with memoryview(value) as view:
             is_copied = not view.readonly and view.nbytes <= _MAX_ARRAY_BYTES
         if is_copied:
-            self.records.append(Bytes(value, name))
+            self.records.append(State.of_bytes(value, name))
 
     def _file(self, file: io.IOBase, name: Name, depth: int) -> None:
         record = record_of_file(file, name)
-        if record is not None:
-            (self.positions if isinstance(record, Position) else self.records).append(record)
+        if isinstance(record, Position):
+            self.positions.append(record)
+        elif record is not None:
+            self.records.append(record)
 
     def _cached(self, function: Any, name: Name, depth: int) -> None:
-        self.records.append(CachedCalls(function, name))
+        self.records.append(State.of_cache(function, name))
         self.add(function.__wrapped__, name, depth)
 
     def _iterator(self, value: Any, name: Name, depth: int) -> None:
@@ -596,12 +575,12 @@ class _Walk:
 
     def _array(self, array: Any, name: Name, depth: int) -> None:
         if self._called and array.dtype == object:
-            self.records.append(ObjectArray(array, name))
+            self.records.append(State.of_array(array, name))
             for index, child in enumerate(array.flat):
                 self.add(child, Name(name, index, True), depth + 1)
             return
         if array.flags.writeable and array.nbytes <= _MAX_ARRAY_BYTES and not array.dtype.hasobject:
-            self.records.append(Array(array, name))
+            self.records.append(State.of_array(array, name))
 
 
 def _process_states(devices: Iterable[torch.device]) -> Iterator[State]:
@@ -641,3 +620,23 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
 
 def _is_descriptor(value: Any) -> bool:
     return isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType | types.WrapperDescriptorType)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Globals and attributes that a function names, with those of the functions and comprehensions inside of it.
+
+    Short strings are names too: `setattr(module, "count", 1)`.
+    """
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return names
+
+
+def is_library(module: str | None, foreign: frozenset[str]) -> bool:
+    """Whether code of this module is Python's, numpy's or one of `foreign`: nothing of a forward's state is in it."""
+    package = (module or "").partition(".")[0]
+    return package in foreign or package in sys.stdlib_module_names or package == "numpy"

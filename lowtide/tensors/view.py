@@ -122,7 +122,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-class Origin(NamedTuple):
+class TensorOrigin(NamedTuple):
     """Where a saved tensor came from, for the words of an error."""
 
     producer: type
@@ -133,11 +133,11 @@ class Origin(NamedTuple):
     """Whether it is a view: autograd gives a view whose base was modified a new node."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Origin:
+    def of(cls, tensor: torch.Tensor) -> TensorOrigin:
         return cls(type(tensor.grad_fn), tensor.output_nr, is_view(tensor))
 
 
-def modified_error(tensor: torch.Tensor, size: torch.Size, now: int, then: int, origin: Origin) -> RuntimeError:
+def modified_error(tensor: torch.Tensor, size: torch.Size, now: int, then: int, origin: TensorOrigin) -> RuntimeError:
     """The error that plain autograd raises for a saved tensor that was modified in place, in its own words.
 
     `tensor` gives dtype and device.
@@ -160,7 +160,7 @@ def _type_name(tensor: torch.Tensor) -> str:
     return name if kind in _RENAMED else f"{tensor.device.type.upper()}{kind}Type"
 
 
-def _plain_words(origin: Origin) -> tuple[str, str]:
+def _plain_words(origin: TensorOrigin) -> tuple[str, str]:
     """How this version of torch writes an operator's name, and its hint: learned by making it raise the error."""
     # In a thread of its own: here, saved-tensor hooks may be active, and with those there is no such error.
     with ThreadPoolExecutor(1) as thread:
@@ -216,11 +216,11 @@ class View:
 
     __slots__ = ("alias", "origin", "shape", "version")
 
-    def __init__(self, tensor: torch.Tensor, version: int | None = None, origin: Origin | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, version: int | None = None, origin: TensorOrigin | None = None) -> None:
         """`version`, `origin`: those of the saved tensor, if `tensor` is a later alias of it."""
         self.shape = Shape.of(tensor)
         self.version = version_of(tensor) if version is None else version
-        self.origin = Origin.of(tensor) if origin is None else origin
+        self.origin = TensorOrigin.of(tensor) if origin is None else origin
         self.alias = version_alias(tensor)
 
     def check(self) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
+from lowtide.cli.alternatives import _search
 from lowtide.cli.main import main
 
 CONFIG: dict[str, Any] = {
@@ -23,6 +26,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 1024,
 }
+WITH_TABLE = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}
 NAMES = ["plain", "every layer checkpointed", "every second layer", "lowtide"]
 
 
@@ -31,6 +35,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("tiny.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    Path("table.json").write_text(json.dumps(WITH_TABLE), encoding="utf-8")
 
 
 def plan(*arguments: str) -> int:
@@ -97,6 +102,47 @@ def test_the_table_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert lowtide.Plan.from_json(Path("plan.json").read_text(encoding="utf-8")).does_nothing
 
 
+@pytest.mark.parametrize(
+    ("asked", "note"),
+    [
+        (("tiny.json", "--sequence", "512"), None),
+        (
+            ("tiny.json", "--sequence", "2048"),
+            "the model is made for sequences of up to 1,024 (max_position_embeddings)",
+        ),
+        (("table.json", "--sequence", "512"), None),
+        (
+            ("table.json", "--largest", "sequence"),
+            "1,024: the model has no positions for more (max_position_embeddings)",
+        ),
+    ],
+)
+def test_a_note_on_long_sequences(asked: tuple[str, ...], note: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rotary positions go on for ever, a table of them ends."""
+    assert main(["plan", "--hardware", "h100", "--budget", "70GiB", "--model", *asked]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "max_position_embeddings" in line]
+    assert notes == ([] if note is None else [note])
+
+
+def test_the_search_takes_few_tries() -> None:
+    """For peaks that are straight, curved or have a step, the size is the largest, and no size is tried twice."""
+    for seed in range(200):
+        chosen = random.Random(seed)
+        unit, most = 256, chosen.choice([2**24, 8192])
+        straight, curved = chosen.uniform(1e-4, 3) / unit, chosen.choice([0.0, chosen.uniform(0, 1e-3) / unit**2])
+        fixed, step, place = chosen.uniform(0, 60), chosen.choice([0.0, 4.0]), chosen.randrange(1, 4000) * unit
+
+        def peak(size: int) -> int:
+            return round(1e6 * (fixed + straight * size + curved * size**2 + step * (size > place)))  # noqa: B023
+
+        asked = Mock(side_effect=peak)
+        found = _search(asked, 72_000_000, "sequence", most)
+        tried = [call.args[0] for call in asked.call_args_list]
+        assert found == 0 or peak(found) <= 72_000_000
+        assert found == most or peak(found + unit) > 72_000_000
+        assert len(set(tried)) == len(tried) <= 18
+
+
 def test_where_no_plan_fits_the_table_is_there_and_the_refusal_after_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--sequence", "512", "--budget", "1MiB") == 2
     out, err = capsys.readouterr()
@@ -119,8 +165,6 @@ def test_the_largest_is_the_largest(grown: str, unit: int, capsys: pytest.Captur
     names = ("plain", "lowtide")
     for name in names:
         size = rows[name]["largest"] + unit
-        if grown == "sequence" and size > CONFIG["max_position_embeddings"]:
-            continue
         more = rows_of(capsys, *(asked[2:] or asked), f"--{grown}", str(size), "--budget", f"{budget}MiB")
         assert not more[name]["fits"], name
 
@@ -137,7 +181,7 @@ def test_the_largest_is_the_largest(grown: str, unit: int, capsys: pytest.Captur
         (["--model", "tiny.json", "--batch", "0"], "--batch: must be at least 1, not 0"),
         (["--model", "tiny.json", "--lora", "0"], "--lora: must be at least 1, not 0"),
         (
-            ["--model", "tiny.json", "--sequence", "4096"],
+            ["--model", "table.json", "--sequence", "4096"],
             "--sequence: 'data.sequence_length' is 4096, but the model has 1024 positions; lower it or raise "
             "'model.max_position_embeddings'",
         ),

@@ -89,6 +89,40 @@ def test_numbers_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err.startswith(f"{path}:13:13: 'offset' must have 1 rows")
 
 
+def test_what_the_command_line_says_is_named_by_its_option(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(upstream).write_text("recompute_config: {recompute: [1, 1]}\n")
+    for options, said in (
+        ([], "--num-layers: run.yaml does not say how many layers the model has; write --num-layers N"),
+        (
+            ["--num-layers", "7", "--pp", "2"],
+            "--offset: 'offset' adds up to 0, but 7 layers on 2 stages of 1 chunk leave",
+        ),
+        (["--num-layers", "4", "--pp", "0"], "--pp: 'pipeline_stage' must be an integer of at least 1, not 0"),
+        (["--num-layers", "4", "--offset", "[0, 1"], "--offset: must be an integer, a list such as '[0, 1]', or lists"),
+        (["--num-layers", "4", "--offset", "[0, 1]"], "--offset: 'offset' has 2 numbers; write one for each of the 1"),
+    ):
+        assert main(["explain", upstream, *options]) == 2
+        assert capsys.readouterr().err.startswith(said)
+    assert main(["explain", upstream, "--num-layers", "7", "--pp", "2", "--offset", "[0, 1]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_layers_per_stage"] == [[3, 4]]
+
+
+def test_names_without_a_model_are_those_of_the_documents(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(upstream).write_text("swap_config: {swap: True, default_prefetch: 10}\n")
+    assert main(["explain", upstream, "--num-layers", "1"]) == 0
+    assert "Set op_swap at layer 0: attention.flash_attention, value=10" in capsys.readouterr().out.splitlines()
+
+
+def test_lists_beside_a_switch_that_is_off_are_said_to_do_nothing(
+    upstream: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    op = "{op_name: attention, backward_prefetch: 20, layers: True}"
+    Path(upstream).write_text(f"swap_config: {{swap: False, op_swap: [{op}]}}\n")
+    assert main(["explain", upstream, "--num-layers", "2"]) == 0
+    said = "note: no effect: swap_config.op_swap, because swap_config.swap is false; write swap: true"
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_mistakes_have_a_place(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(upstream).write_text(UPSTREAM.replace("[0, 1, 2]", "[0, 9]") + "compat: false\n")
     assert main(["explain", upstream]) == 2

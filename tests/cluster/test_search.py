@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowtide.cluster.layout import layouts
-from lowtide.cluster.report import document
+from lowtide.cluster.report import document, lines
 from lowtide.cluster.search import ClusterPlan, Planner, Question, plan_cluster
 from lowtide.config.run import AXES
 from lowtide.core.fate import Fate
@@ -225,3 +225,27 @@ def test_slices_that_save_nothing_are_not_counted() -> None:
     made = question(dataclasses.replace(DENSE_SHAPE, vocabulary=64), devices=1, tensor=1, pipeline=1, budget_gib=60.0)
     (rank,) = plan_cluster(made).best.ranks
     assert rank.task.stages[0].head_bytes == 14 * 2 * 4096 * 64
+
+
+def test_state_elsewhere_fits_where_it_does_not_and_costs_its_copies() -> None:
+    asked: dict[str, Any] = {"shape": DENSE_SHAPE, "devices": 4, "tensor": 1, "context": 1, "pipeline": 2}
+    keep, swap, auto = (
+        found(dataclasses.replace(question(**asked, budget_gib=40.0), optimizer=where)).best
+        for where in ("keep", "swap", "auto")
+    )
+    link = question(**asked).hardware.link
+    assert swap.moved_bytes and not keep.moved_bytes
+    assert max(rank.task.state_bytes for rank in keep.ranks) > max(rank.task.state_bytes for rank in swap.ranks)
+    copies = swap.moved_bytes / min(link.in_bytes_per_second, link.out_bytes_per_second)
+    assert swap.parts.optimizer == pytest.approx(copies) and copies > keep.parts.optimizer
+    assert auto.step_seconds == keep.step_seconds < swap.step_seconds  # there is room for all
+    least = next(gib for gib in (2.0, 2.5, 3.0, 3.5, 4.0, 5.0) if _fits(question(**asked, budget_gib=gib), "auto"))
+    assert not _fits(question(**asked, budget_gib=least), "keep")
+    assert any("optimizer's state" in line for line in lines(_fits(question(**asked, budget_gib=least), "auto")))
+
+
+def _fits(asked: Question, where: Any) -> Any:
+    try:
+        return found(dataclasses.replace(asked, optimizer=where))
+    except ConfigError:
+        return None

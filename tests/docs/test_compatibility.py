@@ -9,8 +9,11 @@ import pytest
 
 from lowtide.config.memory import load_memory
 from lowtide.config.source import read_yaml
+from lowtide.mindformers.schema.recompute import KEYS as RECOMPUTE_KEYS
+from lowtide.mindformers.schema.swap import KEYS as SWAP_KEYS
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, MIGRATION = DOCS / "compatibility.md", DOCS / "migration.md"
 ASKED = (
     *("Hugging Face's Trainer", "TRL: SFT", "TRL: DPO", "TRL: GRPO", "PEFT: LoRA", "PEFT: QLoRA", "Accelerate"),
     *("Lightning", "torchtitan", "DeepSpeed", "FSDP1", "FSDP2", "tensor parallelism", "torch.compile: of layers"),
@@ -20,16 +23,18 @@ ASKED = (
 MIGRATE = ("MindSpeed", "MindSpore Transformers", "Megatron-LM", "torchtune", "TRL", "Axolotl", "DeepSpeed")
 
 
-def rows(head: str) -> list[list[str]]:
-    text = PAGE.read_text(encoding="utf-8").partition(head)[2]
+def rows(head: str, page: Path = PAGE) -> list[list[str]]:
+    text = page.read_text(encoding="utf-8").partition(head)[2]
     lines = text.partition("\n\n")[0].splitlines()[1:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_everybody_who_asks_has_a_row() -> None:
     assert tuple(row[0] for row in rows("| what | | shown by |\n")) == ASKED
-    names = " ".join(row[0] for row in rows("| there | here |\n"))
-    assert all(name in names for name in MIGRATE)
+    text = MIGRATION.read_text(encoding="utf-8")
+    assert all(name in text for name in MIGRATE)
+    written = " ".join(row[0] for row in rows("| key | here | limits there | limits here |\n", MIGRATION))
+    assert all(f"`{key}`" in written for key in (*RECOMPUTE_KEYS, *SWAP_KEYS))
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -42,7 +47,10 @@ def test_a_row_has_its_test_or_says_that_nobody_has_tried(name: str) -> None:
 
 
 def test_each_line_for_here_is_one_that_lowtide_reads(tmp_path: Path) -> None:
-    settings = [found for row in rows("| there | here |\n") for found in re.findall(r"`(\w+: [^`]+)`", row[1])]
+    heads = ("| there | here |\n", "| flag | here | limits there | limits here | published; here |\n")
+    written = [row[1] for head in heads for row in rows(head, MIGRATION)]
+    found = [setting for cell in written for setting in re.findall(r"`(\w+: [^`]+)`", cell)]
+    settings = [setting for setting in found if not setting.startswith("pipeline:")]
     assert len(settings) >= 15
     for text in settings:
         file = tmp_path / "memory.yaml"

@@ -95,7 +95,7 @@ HANDLES = [
     ),
     Mutant(
         "casts-of-parameters-are-activations",
-        "runtime.hooks.classify:Parameters.has",
+        "runtime.hooks.context:Parameters.has",
         without("leads_to_parameter"),
         ("runtime/test_contract.py::test_contract_04_autocast_copies_of_parameters_are_not_counted_as_recomputed",),
         "under autocast the copies of all weights are swapped as if they were activations",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.optimizer.trial import why_not_in_parts
+from lowtide.optimizer.requests import why_not_in_parts
 from tests.support.optimizer_zoo import Counted
 
 PREFIX = "{} cannot be stepped in parts: {} came out different in a trial on small parameters"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.optimizer.trial import why_not_in_parts
+from lowtide.optimizer.requests import why_not_in_parts
 from lowtide.tensors.snapshot import take
 from tests.support.what_moved import changed
 

@@ -22,8 +22,7 @@ from lowtide.core.recipe import Recipe
 from lowtide.profiling.observe_step import observe
 from lowtide.recipes.build import MAX_STEPS, build_recipes
 from lowtide.recipes.execute import compile_recipe
-from lowtide.recipes.graph import OpCall, Storage, Value
-from lowtide.recipes.operators import filled_version
+from lowtide.recipes.graph import OpCall, Storage, Value, filled_version
 from tests.support import zoo
 from tests.support.recording import Recording, record
 

@@ -54,6 +54,13 @@ class Changing(nn.Module):
         return self.last(F.silu(self.change(self, self.first(x), self.step[0]).tanh()).sin())
 
 
+def _of_inference_mode(model: Changing, x: Tensor, step: int) -> Tensor:
+    """As a state that an evaluation leaves in the model."""
+    with torch.inference_mode(mode=step > 0):
+        state = model.table[step % 3] * 2.0
+    return x + state
+
+
 CHANGES: dict[str, Callable[[Changing, Tensor, int], Tensor]] = {
     "a frozen layer": lambda m, x, k: m.frozen[k % 3](x),
     "a row of a buffer": lambda m, x, k: x + m.table[k % 3],
@@ -72,6 +79,7 @@ CHANGES: dict[str, Callable[[Changing, Tensor, int], Tensor]] = {
     "an operator": lambda m, x, k: x.sin() if k % 2 else x.cos(),
     "the sign of zero": lambda m, x, k: x * (0.0 if k % 2 else -0.0) + x.exp(),
     "written in place": lambda m, x, k: x.mul(2.0).add_(0.1 * k),
+    "a tensor of inference mode": _of_inference_mode,
     "an alpha": lambda m, x, k: torch.add(x, x.sin(), alpha=1 + k),
 }
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from lowtide.cli.main import main
-from lowtide.report.doctor import Finding, examine
+from lowtide.report.doctor import Finding, _numa, examine
 
 
 def _machine(root: Path, *, free_kib: int = 64 << 20, mappings: int = 262144, disk: str = "ext4") -> Path:
@@ -73,6 +74,14 @@ def test_allocators(tmp_path: Path) -> None:
     assert _found(root, LOWTIDE_MALLOC="0")["malloc"].advice == (
         "what is swapped stays resident; unset LOWTIDE_MALLOC to have freed memory returned"
     )
+
+
+def test_a_device_that_does_not_say_where_it_is() -> None:
+    assert _numa(None, 1) == Finding(what="NUMA", state="ok", found="one node")
+    unknown = _numa(None, 4)
+    assert unknown.state == "note" and unknown.found.endswith("copy threads are not bound")
+    assert unknown.found.startswith("4 nodes, and neither the device nor npu-smi says which is near")
+    assert _numa(frozenset(os.sched_getaffinity(0)), 4).state == "ok"
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

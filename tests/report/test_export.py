@@ -197,6 +197,27 @@ def test_what_no_other_framework_has_is_said() -> None:
     assert "# - 55.0 MiB that the plan saves by storing 1 activation smaller: here they are whole\n" in text
 
 
+def test_mindspeed_moves_the_state_too_and_makes_activation_functions_again() -> None:
+    profile, moved_bytes = _profile(), 200 * MIB
+    plan = _plan(profile, 1350)
+    profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, optimizer_movable=moved_bytes))
+    moved = OptimizerPlacement(moved_bytes=moved_bytes, reason="test")
+    swapping = dataclasses.replace(plan, optimizer=moved)
+    text = export(swapping, "mindspeed", profile, link=LINK)
+    assert text.endswith("\n--swap-optimizer\n")
+    assert "of the optimizer's state: elsewhere in the plan" not in text
+    settings = list(settings_for("mindspeed", swapping, profile))
+    plain, made = settings[:2]
+    assert plain.lines == ("--swap-optimizer",)
+    assert made.lines[:2] == ("--recompute-activation-function", "--recompute-activation-function-num-layers 4")
+    assert len(made.made) in (4, 8)
+    played = [play_setting(setting, profile, link=LINK) for setting in (Setting(lines=()), plain, made)]
+    assert played[0].peak_bytes - played[1].peak_bytes == moved_bytes
+    assert played[2].peak_bytes < played[1].peak_bytes and played[2].step_seconds > played[1].step_seconds
+    full = settings[-1]
+    assert full.layers == profile.layers and not full.made
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     profile = _profile()
     with pytest.raises(ConfigError) as caught:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 import lowtide
 import lowtide.runtime
-from lowtide.profiling.observe_call import _own_hooks_aside
-from lowtide.profiling.untouched import untouched
+from lowtide.profiling.untouched import items_set_aside, untouched
 from lowtide.runtime.saved.stats import Ledger
 from tests.support import zoo
 from tests.support.small_models import ALL_MADE, Gated, only_made, profiled, rows, small_loss, stack
@@ -152,7 +151,7 @@ def test_ctrl_c_while_the_observed_step_is_undone_loses_nothing() -> None:
         has_come = False
         interrupt = Interrupt(at, lambda name: name == "put_back")
         try:
-            with untouched(model, batch, torch.device("cpu")), _own_hooks_aside(model):
+            with untouched(model, batch, torch.device("cpu")), items_set_aside([vars(model)["_forward_hooks"]]):
                 model.eval().running_mean.add_(torch.rand(4))
                 model.weight.grad = None
                 interrupt.__enter__()

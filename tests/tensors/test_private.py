@@ -1,7 +1,7 @@
 """What lowtide takes each private symbol of torch and transformers to mean, on the smallest case that shows it.
 
 Fails where torch changes a meaning. These are the tests to run first with a new version of torch
-(lowtide/tensors/versions.py); they need no accelerator and no second rank.
+(lowtide/tensors/private.py); they need no accelerator and no second rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.errors import ConfigError
 from lowtide.tensors import private
-from lowtide.tensors.versions import TESTED, missing
 from tests.support import processes
 
 _HERE = Path(__file__)
@@ -96,7 +95,7 @@ def test_find_names_what_is_missing() -> None:
         f"lowtide: torch {torch.__version__} does not have what lowtide needs of it: torch._C._no_such_thing; lowtide "
         "was tested with torch 2.11 to 2.15: install one of these"
     )
-    assert str(missing("x")) == str(raised.value).replace("torch._C._no_such_thing", "x")
+    assert str(private.missing("x")) == str(raised.value).replace("torch._C._no_such_thing", "x")
 
 
 @pytest.mark.parametrize(
@@ -125,11 +124,11 @@ except ValueError as error:
 def test_the_versions_are_those_of_the_package() -> None:
     """One place in the code, and what a reader sees says the same."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
-    assert f"torch>={TESTED[0]}" in project["dependencies"]
-    words = f"tested with {TESTED[0]} to {TESTED[-1]}"
+    assert f"torch>={private.TESTED[0]}" in project["dependencies"]
+    words = f"tested with {private.TESTED[0]} to {private.TESTED[-1]}"
     assert words in (_ROOT / "pyproject.toml").read_text()
-    assert f"torch {TESTED[0]} to {TESTED[-1]}" in (_ROOT / "README.md").read_text()
-    assert ".".join(torch.__version__.split(".")[:2]) in TESTED, "run these tests, and add this version"
+    assert f"torch {private.TESTED[0]} to {private.TESTED[-1]}" in (_ROOT / "README.md").read_text()
+    assert ".".join(torch.__version__.split(".")[:2]) in private.TESTED, "run these tests, and add this version"
 
 
 # -- the backward pass that is running ---------------------------------------------------------------------------------
@@ -365,24 +364,6 @@ def test_parametrized_weights_that_are_remembered() -> None:
 
 
 # -- modes, dispatch, derivatives --------------------------------------------------------------------------------------
-
-
-def test_a_function_mode_sees_private_questions_under_their_names() -> None:
-    seen = []
-
-    class Names(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            seen.append(getattr(getattr(func, "__self__", None), "__name__", None) or func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    tensor = torch.ones(2)
-    with Names():
-        private.base_of(tensor)
-        private.is_view(tensor)
-        private.version_of(tensor)
-        for name in private.TENSOR_HOOKS:
-            getattr(tensor, name)
-    assert tuple(seen) == private.TENSOR_QUESTIONS
 
 
 def test_modes_are_listed_and_passed_over() -> None:

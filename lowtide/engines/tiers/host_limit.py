@@ -16,18 +16,22 @@ Cost: a lock for each slab or file range. Not covered: engines that know nothing
 
 Which CPUs are near a device, and keeping a copy thread on them.
 
-What: `cpus_near` follows a device's PCI address through /sys to its NUMA node and that node's CPUs; `stay_on` binds the
-calling thread. Only threads of lowtide's own engines are bound (those that pin slabs and those that move bytes between
-pinned memory and disk), never the caller's.
+What: `cpus_near` follows a device's PCI address through /sys to its NUMA node and that node's CPUs. torch_npu tells no
+address; `npu-smi` does, where it is installed. `stay_on` binds the calling thread. Only threads of lowtide's own
+engines are bound (those that pin slabs and those that move bytes between pinned memory and disk), never the caller's.
 Why: memory on the far node costs a hop for every byte copied, and first touch decides where memory lies.
-Cost: three small files, once a device. Not covered: systems without /sys (nothing happens); devices that tell no PCI
-address; several devices that share a node compete for its CPUs as they would anyway.
+Cost: three small files, once a device; a process for `npu-smi`. Not covered: systems without /sys (nothing happens);
+devices whose address nobody tells (`lowtide doctor` says so); several devices that share a node compete for its CPUs
+as they would anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,15 +45,19 @@ def cpus_near(device: torch.device, root: Path = Path("/")) -> frozenset[int] | 
     """The CPUs of the device's NUMA node that this process may use, or None where that cannot be told."""
     try:
         properties = torch.get_device_module(device).get_device_properties(device)
-        return cpus_at(properties, root)
+        return cpus_at(properties, root, npu=device.index or 0)
     except (AttributeError, RuntimeError):
         return None  # placement is a matter of speed only: no reason to stop
 
 
-def cpus_at(properties: Any, root: Path = Path("/")) -> frozenset[int] | None:
-    """As `cpus_near`, for an object with `pci_domain_id`, `pci_bus_id` and `pci_device_id`. `root` stands in for /."""
+def cpus_at(properties: Any, root: Path = Path("/"), *, npu: int = 0) -> frozenset[int] | None:
+    """As `cpus_near`, for an object with `pci_domain_id`, `pci_bus_id` and `pci_device_id`, or without them for the NPU
+    of this number. `root` stands in for /."""
     try:
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        if hasattr(properties, "pci_bus_id"):
+            address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        else:
+            address = address_by_npu_smi(npu) or "unknown"
         node = int((root / f"sys/bus/pci/devices/{address}/numa_node").read_text())
         if node < 0:  # one node, or firmware that does not say
             return None
@@ -57,6 +65,28 @@ def cpus_at(properties: Any, root: Path = Path("/")) -> frozenset[int] | None:
         return near & os.sched_getaffinity(0) or None
     except (AttributeError, OSError, ValueError, TypeError):
         return None
+
+
+def address_by_npu_smi(npu: int) -> str | None:
+    """The PCI address of one of the NPUs that this process sees; None where nobody tells."""
+    command = shutil.which("npu-smi")
+    visible = [number for number in os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",") if number]
+    if command is None or (visible and npu >= len(visible)):
+        return None
+    number = visible[npu] if visible else str(npu)
+    try:
+        told = subprocess.run(
+            [command, "info", "-t", "board", "-i", number], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"PCIe Bus Info\s*:\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)", told)
+    return found[1].lower() if found else None
+
+
+def num_nodes(root: Path = Path("/")) -> int:
+    """NUMA nodes of the machine, as far as it says."""
+    return len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -80,7 +80,7 @@ def _mlp(key: str, *, legacy: str = "", mcore: str = "", hf: str = "", readers: 
     ]
 
 
-_LLAMA = (
+LLAMA = (
     Role(
         name="input_norm",
         legacy=("attention_norm", "attention_norm.norm"),
@@ -208,7 +208,7 @@ _DEEPSEEK = (
     *_mlp("routed:", legacy="feed_forward.routed_experts.ffn", hf="mlp.experts", readers=("experts",)),
 )
 
-ROLES: tuple[Role, ...] = (*_LLAMA, *_QWEN, *_DEEPSEEK)
+ROLES: tuple[Role, ...] = (*LLAMA, *_QWEN, *_DEEPSEEK)
 
 FUNCTIONS: Mapping[str, str] = {
     "self_attn.sdpa": "self_attn",

@@ -8,7 +8,8 @@ readings are added, each only where that one finds nothing:
 - names of another world: MindSpore paths on a Hugging Face model and Hugging Face paths on a MindSpore tree;
 - for the built-in list of ops on a Hugging Face model, the same op of other MLPs of the layer (shared experts).
 
-Without a tree any name matches, and a pattern stands for itself.
+Without a tree any name matches, and a pattern stands for itself; one with wildcards (`.*\.flash_attention`) stands for
+the parts of MindSpore Transformers' Llama that fit, as its documents show them.
 
 Expressions come from a file that somebody else wrote, and must not stop the program: `re` tries one choice after the
 other, and `(a+)+b` on a name of 40 letters takes for ever, as `.*.*.*.*.*.*x` does. So before an expression is used,
@@ -30,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.mindformers.schema.aliases import FREE_OPS, FUNCTIONS, ROLES, Role, family_of
+from lowtide.mindformers.schema.aliases import FREE_OPS, FUNCTIONS, LLAMA, ROLES, Role, family_of
 from lowtide.mindformers.schema.issues import Issues
 
 Tree = Mapping[str, Any]
@@ -118,8 +119,11 @@ def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
     """What `pattern` names in a layer with these names. `is_default`: the pattern is from a built-in list."""
     if tree is None:
         plain = _plain_levels(pattern)
-        name = ".".join(plain or levels(pattern))
-        return Found(groups=((Match(name=name, is_op=None),),), reading="plain dots" if plain else "exact")
+        parts = plain or levels(pattern)
+        known = [name for role in LLAMA for name in role.legacy if _names(parts, name)]
+        names = known if known and any(re.escape(part) != part for part in parts) else [".".join(parts)]
+        unknown = tuple((Match(name=name, is_op=None),) for name in names)
+        return Found(groups=unknown, reading="plain dots" if plain else "exact")
     if groups := tuple(_walk(tree, levels(pattern), "")):
         return Found(groups=groups)
     plain = _plain_levels(pattern)

@@ -97,7 +97,12 @@ def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -
         return Swap(is_on=is_on, is_default=True, ops={DEFAULT_OP: (entry,)})
     reader = _SwapReader(num_layers=num_layers, is_on=is_on, issues=issues)
     swap = Swap(is_on=is_on, layers=reader.layer_swap(layer_swap), ops=reader.op_swap(op_swap))
-    if is_on and not swap.layers and not swap.ops:
+    if not is_on:
+        lists = " and ".join(f"{ROOT}.{key}" for key in ("layer_swap", "op_swap") if config.get(key))
+        if lists:
+            why = "false" if "swap" in config else "not written, which is false"
+            issues.note(f"no effect: {lists}, because {ROOT}.swap is {why}; write swap: true")
+    elif not swap.layers and not swap.ops:
         issues.note(f"{ROOT}: swap is on, but layer_swap and op_swap are empty, so nothing is swapped")
     if "default_prefetch" in config:
         issues.note(f"no effect: {ROOT}.default_prefetch, because layer_swap or op_swap is given")

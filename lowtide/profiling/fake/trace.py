@@ -59,7 +59,7 @@ from lowtide.profiling.fake.fake_model import (
 from lowtide.profiling.fake.roofline import op_seconds
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
-from lowtide.profiling.saved_tensors import FakeStash
+from lowtide.profiling.saved_tensors import fake_stash
 from lowtide.profiling.smaller import traced_codec
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_recorder import StepRecorder
@@ -304,7 +304,7 @@ def _trace(
         return traced_codec(storage.nbytes(), dtype, setting.hardware, limit)
 
     recorder = StepRecorder(
-        device=torch.device("cpu"), clock=clock, stash=FakeStash(), layers=setting.layers, codec_of=codec_of
+        device=torch.device("cpu"), clock=clock, stash=fake_stash(), layers=setting.layers, codec_of=codec_of
     )
     recorder.watch.skipped = frozenset(name for run in setting.runs for name in run.skipped)
     with contextlib.ExitStack() as stack:

@@ -44,7 +44,7 @@ from lowtide.profiling.observe_call import loss_or_all
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.casts import remembered_cast_bytes
+from lowtide.tensors.modes import remembered_cast_bytes
 from lowtide.tensors.private import queue_callback, tree_leaves
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds

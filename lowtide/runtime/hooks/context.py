@@ -1,23 +1,38 @@
-"""What all forward passes of one tide share."""
+"""What all forward passes of one tide share, and what one saved tensor is.
+
+What: a `PlanContext` belongs to a tide. The first forward writes a `SavedTensorEntry` for each tensor that autograd
+saves, into a `LayerTable` (of a layer, or of the model around its layers); later forwards look entries up by position,
+and compare. `Saved` says what a tensor is, found out once: each fate has its own conditions (a storage, a plain type,
+this device), and a condition that is tested in several places may be tested differently in each. `Parameters` says
+which storages are the model's own; where there is a table, it is stored there.
+
+Cost: a look at a list for each saved tensor, and 2 us a record; a tensor that is kept by the table, while no guard
+watches live bytes, gets no record. Not covered: how a table is learned and followed (forward_pass.py); versions,
+because they change: code that compares a version reads it at that moment.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from lowtide.core.decisions import SiteDecision
-from lowtide.core.rules import Rules
+from lowtide.core.fate import Fate
+from lowtide.core.rules import Decision, Rules
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import Node
+from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Node
 from lowtide.runtime.recompute.watch import Watch
 from lowtide.runtime.saved.stats import Counters, Ledger
-from lowtide.tensors.random_state import Draws
+from lowtide.tensors.kinds import is_plain, leads_to_parameter, storage_keys, unregistered_in
+from lowtide.tensors.modes import Draws
+from lowtide.tensors.private import COMPILED_NODE, base_of, is_view, storage_key
+from lowtide.tensors.wrappers import inside
 
 
 class InputKeeper(Protocol):
@@ -37,26 +52,20 @@ class InputKeeper(Protocol):
         """The handle on an input of layer `where`: `handle`, or another. `parts`: what this forward holds so."""
 
 
-@dataclass(slots=True)
+@dataclass
 class PlanContext:
     """What all forward passes of one tide share."""
 
     model: nn.Module
     rules: Rules
-    stay_rules: Rules
-    """The rules without recompute: the fate of what a recomputed region must hold on to."""
     min_bytes: int
-    device_type: str
     scheduler: OffloadScheduler
     counters: Counters
-    ledger: Ledger
     fingerprints: Fingerprints
     """Of what is recomputed."""
     sites: dict[str, SiteDecision] = field(default_factory=dict)
     """Decisions of the first forward, by site name."""
     seen_names: set[str] = field(default_factory=set)
-    input_changers: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    """Recomputed modules that were seen to write into their inputs."""
     watches: dict[nn.Module, Watch] = field(default_factory=dict)
     """By module: what a recomputed module reads apart from its inputs."""
     draws: Draws = field(default_factory=Draws)
@@ -75,9 +84,135 @@ class PlanContext:
     unplanned: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
 
+    @property
+    def ledger(self) -> Ledger:
+        """Of the bytes of activations on the device."""
+        return self.scheduler.ledger
+
+    @functools.cached_property
+    def stay_rules(self) -> Rules:
+        """The rules without recompute: the fate of what a recomputed region must hold on to."""
+        return self.rules.without_recompute()
+
     def watch(self, module: nn.Module) -> Watch:
         """What a module reads apart from its inputs."""
         watch = self.watches.get(module)
         if watch is None:
             watch = self.watches[module] = Watch(module, self.model, self.draws, is_planned=self.nodes is not None)
         return watch
+
+
+# -- what the n-th saved tensor of a layer is --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SavedTensorEntry:
+    """What the n-th saved tensor of a layer is, and its fate."""
+
+    dtype: torch.dtype
+    num_dims: int
+    producer: type
+    fate: Fate
+    is_counted: bool
+    """The first tensor of a storage that counts as an activation; parameters, inputs and further views do not."""
+    tier: str | None = None
+    distance: int | None = None
+    leave: int | None = None
+    node: Node | None = None
+    """With a solved plan: its node, if a recipe recomputes it or recipes start from it."""
+
+
+@dataclass(slots=True)
+class LayerTable:
+    """A layer of the model, or the model around its layers, and the tables of what it saves."""
+
+    name: str
+    module: nn.Module
+    is_recomputed: bool
+    fallback: Decision
+    tables: dict[int, list[SavedTensorEntry]] = field(default_factory=dict)
+    """By how often the layer has run before in this forward (a layer that is called three times has three)."""
+    uses_transforms: bool = False
+    """Whether its forward was seen to use `torch.func` (runtime/session/wrap.py)."""
+    num_misses: int = 0
+    """Forwards in which the table did not fit. After each of the first few it is learned again (the model may have run
+    first in another mode); a layer that saves something else in each forward is not observed for ever."""
+
+
+def is_same_producer(seen: type, now: type) -> bool:
+    """Whether two autograd nodes stand for the same operator."""
+    # Under a dispatch mode `reshape` makes other view nodes than without; each compiled graph has a node of its own.
+    return seen is now or (seen.__name__ in _ALIKE and now.__name__ in _ALIKE and _is_alike(seen, now))
+
+
+def _is_alike(seen: type, now: type) -> bool:
+    return (seen.__name__ == COMPILED_NODE) == (now.__name__ == COMPILED_NODE)
+
+
+_ALIKE = frozenset({*VIEW_NODES, COMPILED_NODE})
+
+
+# -- what a saved tensor is --------------------------------------------------------------------------------------------
+
+
+class Saved:
+    """One tensor that autograd saves, or that recipes start from: what the rest of a pass needs to know of it."""
+
+    __slots__ = ("grad_fn", "is_movable", "is_plain", "storage", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, grad_fn: Any, device: torch.device) -> None:
+        """`tensor`: the plain tensor; `grad_fn`: autograd's node that made it, or that made the wrapper around it."""
+        self.tensor = tensor
+        self.grad_fn = grad_fn
+        self.is_plain = is_plain(tensor)
+        """Dense, strided, with bytes, and of no subclass but Parameter."""
+        self.storage: torch.UntypedStorage | None = None
+        """The storage of a plain tensor; None for others, which may have none."""
+        self.is_movable = False
+        """It may leave `device` and come back as a view of the same bytes."""
+        if self.is_plain:
+            storage = self.storage = tensor.untyped_storage()
+            # Conjugate and negative bits are not part of a storage view; such tensors are rare, small, and stay.
+            is_as_stored = not (tensor.is_conj() or tensor.is_neg())
+            self.is_movable = is_as_stored and storage.nbytes() > 0 and tensor.device == device
+
+    @property
+    def key(self) -> int:
+        """The storage's key in tables of live storages. Only for a plain tensor."""
+        assert self.storage is not None
+        return storage_key(self.storage)
+
+
+class Parameters:
+    """Which storages are the model's own, in one forward pass."""
+
+    __slots__ = ("_keys_of_layer", "_keys_of_model", "_model")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._keys_of_model: set[int] | None = None
+        self._keys_of_layer: set[int] | None = None
+
+    def forget_layer(self) -> None:
+        """Another layer begins: look up its storages again, because sharded training gives a layer other, gathered
+        parameters during its forward."""
+        self._keys_of_layer = None
+
+    def has(self, tensor: torch.Tensor, layer: nn.Module) -> bool:
+        """A parameter or buffer, a view of one, or a cast of one that autograd can see. `layer`: the one that runs."""
+        # Whether something is a Parameter is a question that torch answers in Python.
+        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
+            return True
+        if is_view(tensor) and isinstance(base_of(tensor), nn.Parameter):
+            return True
+        local = inside(tensor)
+        if not is_plain(local):
+            return False
+        return self._has_key(storage_key(local.untyped_storage()), layer) or leads_to_parameter(tensor)
+
+    def _has_key(self, key: int, layer: nn.Module) -> bool:
+        if self._keys_of_model is None:
+            self._keys_of_model = storage_keys(self._model).union(*map(storage_keys, unregistered_in(self._model)))
+        if self._keys_of_layer is None:
+            self._keys_of_layer = storage_keys(layer)
+        return key in self._keys_of_model or key in self._keys_of_layer

@@ -5,7 +5,7 @@ goes through `ForwardPass.pack`, in three steps:
 1. Find the entry: the n-th tensor saved in this layer has the n-th entry of the layer's table. In a first forward,
    which is observed, the entry is decided by name (first_forward.py). Later passes use no dispatch mode for it; they
    compare the tensor with the entry (dtype, number of dimensions, producing node).
-2. Find out what the tensor is: one record, `Saved` (classify.py), where the entry's fate needs it.
+2. Find out what the tensor is: one record, `Saved` (context.py), where the entry's fate needs it.
 3. Carry out the entry: `_carry_out` has one line for each fate. It returns the handle; backward runs nothing but the
    handle's `open`.
 
@@ -22,26 +22,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lowtide.core.fate import Fate
 from lowtide.recipes.proof import OperatorLog
-from lowtide.runtime.hooks.classify import Parameters, Saved
-from lowtide.runtime.hooks.context import PlanContext
+from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry, is_same_producer
 from lowtide.runtime.hooks.first_forward import FirstForward
 from lowtide.runtime.hooks.regions import Regions
-from lowtide.runtime.hooks.table import LayerTable, SavedTensorEntry, is_same_producer
 from lowtide.runtime.offload.departures import Departures
-from lowtide.runtime.offload.site import PrefetchQueue
-from lowtide.runtime.recompute.module_output import RerunView
+from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.recompute.recipe_graph import RecipeGraph
 from lowtide.runtime.recompute.recipe_nodes import Node
-from lowtide.runtime.recompute.recipe_sources import Made, OffloadedSource, RecomputedSource, ResidentSource
-from lowtide.runtime.saved.handle import Kept, Swapped
-from lowtide.runtime.saved.wrapped import Wrapped
+from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
+from lowtide.runtime.saved.handle import Kept, Shared, Wrapped
 from lowtide.tensors.compiled import never_compiled, without
 from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, storage_key_set
 from lowtide.tensors.private import (
@@ -60,26 +58,29 @@ _MAX_RELEARNED = 3
 _SAMPLED = 64
 
 
+@dataclass(slots=True)
+class LayerPass:
+    """One call of a layer, or of the model around its layers: how far it has come."""
+
+    layer: LayerTable
+    table: list[SavedTensorEntry] | None = None
+    """What was learned of it; None while that is learned."""
+    position: int = 0
+    num_missed: int = 0
+    recording: list[SavedTensorEntry] = field(default_factory=list)
+
+
 class ForwardPass:
     """One forward pass on one thread."""
 
     def __init__(self, context: PlanContext, entry: LayerTable) -> None:
         self.context = context
         self.entry = entry
-        self.scheduler = context.scheduler
-        self.device = context.scheduler.engine.device
-        self.counters = context.counters
         self.queue = PrefetchQueue()
-        self.follower = self.scheduler.follower(self.queue)
-        self.layer: LayerTable | None = None
-        self.table: list[SavedTensorEntry] | None = None
-        self.position = 0
-        self.num_missed = 0
-        self.is_complete = False
-        """The forward pass came to its end."""
-        self._calls: dict[str, int] = {}
-        self._retained_input_calls: dict[str, int] = {}
-        self.recording: list[SavedTensorEntry] = []
+        self.follower = context.scheduler.follower(self.queue)
+        self.at = LayerPass(entry)
+        self._calls: Counter[tuple[str, str]] = Counter()
+        """Of layers, and of modules with retained inputs, by kind and name."""
         self.departures = Departures(context.scheduler)
         self.parameters = Parameters(context.model)
         self.first = FirstForward(context, self.parameters)
@@ -116,13 +117,12 @@ class ForwardPass:
     @contextlib.contextmanager
     def inside(self, layer: LayerTable) -> Iterator[None]:
         """Tensors saved inside belong to `layer`. Its table is learned if it has none for this call."""
-        outer = (self.layer, self.table, self.position, self.recording, self.num_missed)
-        call = self._calls[layer.name] = self._calls.get(layer.name, -1) + 1
+        outer, call = self.at, self._next_call("layer", layer.name)
         table = layer.tables.get(call)
         is_blind = table is None and self.has_tangents
         if is_blind:
             table = self._nothing_known()
-        self.layer, self.table, self.position, self.recording, self.num_missed = layer, table, 0, [], 0
+        at = self.at = LayerPass(layer, table)
         self.parameters.forget_layer()
         try:
             with self.first.observing(layer) if table is None and not self.first.is_on else contextlib.nullcontext():
@@ -130,12 +130,12 @@ class ForwardPass:
             if is_blind:
                 pass  # a table is learned in a pass without tangents
             elif table is not None:
-                self._compare(layer, table)
+                self._compare(at, table)
             else:
                 # Also an empty table: a model often saves nothing around its layers, and need not be observed again.
-                layer.tables[call] = self.recording
+                layer.tables[call] = at.recording
         finally:
-            self.layer, self.table, self.position, self.recording, self.num_missed = outer
+            self.at = outer
 
     def run_compiled(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
         """A compiled part of the model: nobody watches its operators, only what it saves passes by here."""
@@ -169,21 +169,21 @@ class ForwardPass:
             )
         return []
 
-    def _compare(self, layer: LayerTable, table: list[SavedTensorEntry]) -> None:
+    def _compare(self, at: LayerPass, table: list[SavedTensorEntry]) -> None:
         """A pass through a layer that has a table is over. If the table did not fit, it is learned again."""
-        if 0 < self.position < len(table):
+        if 0 < at.position < len(table):
             self._miss()
-        if not self.num_missed:
+        if not at.num_missed:
             return
-        layer.num_misses += 1
-        if layer.num_misses <= _MAX_RELEARNED:
-            layer.tables.clear()
+        at.layer.num_misses += 1
+        if at.layer.num_misses <= _MAX_RELEARNED:
+            at.layer.tables.clear()
             # Observe the whole forward again: names come from producers, which may be outside this layer.
             self.entry.tables.clear()
 
     def _miss(self) -> None:
-        self.num_missed += 1
-        self.counters.num_divergences += 1
+        self.at.num_missed += 1
+        self.context.counters.num_divergences += 1
 
     def _stay(self, source: RecomputedSource) -> None:
         self._miss()
@@ -191,9 +191,14 @@ class ForwardPass:
             self.context.guard.offer(source, self.queue)
 
     @property
+    def layer(self) -> LayerTable:
+        """The layer that is running, or the model around its layers."""
+        return self.at.layer
+
+    @property
     def knows_nothing(self) -> bool:
         """Whether it is not known yet what the region that runs now writes to."""
-        return self.first.is_on or (self.has_tangents and not self.table)
+        return self.first.is_on or (self.has_tangents and not self.at.table)
 
     def is_innermost(self) -> bool:
         """Whether these hooks are the ones that autograd calls now (not inside someone's checkpoint region)."""
@@ -215,14 +220,15 @@ class ForwardPass:
         if type(tensor) not in PLAIN_TYPES and wrapper is None and is_desugared((type(tensor),)):
             return self._pack_wrapped(tensor)
         grad_fn = tensor.grad_fn if wrapper is None else wrapper.grad_fn
-        position = self.position
-        self.position = position + 1
+        at = self.at
+        position = at.position
+        at.position = position + 1
         if self.departures.is_any:
             self.departures.keep_time()
-        table = self.table
+        table = at.table
         if table is None:
             with disable_current_modes():
-                return self._learn(Saved(tensor, grad_fn, self.device))
+                return self._learn(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
         if position < len(table):
             entry = table[position]
             if (
@@ -232,9 +238,9 @@ class ForwardPass:
             ):
                 if entry.fate is Fate.KEEP and entry.node is None and self.context.guard is None:
                     return self._hold(tensor, is_counted=entry.is_counted)
-                return self._carry_out(Saved(tensor, grad_fn, self.device), entry)
+                return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
         self._miss()
-        return self._unplanned(Saved(tensor, grad_fn, self.device))
+        return self._unplanned(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
 
     def _pack_wrapped(self, tensor: torch.Tensor) -> Any:
         """A distributed tensor, or the result of a collective: the plain tensor inside has a fate like any other."""
@@ -248,20 +254,17 @@ class ForwardPass:
             return Wrapped(tensor, self.pack(local, tensor))
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        assert self.layer is not None
-        return self.parameters.has(tensor, self.layer.module)
+        return self.parameters.has(tensor, self.at.layer.module)
 
     def _learn(self, saved: Saved) -> Any:
         """Decide by name, remember the decision for this position, and carry it out."""
-        assert self.layer is not None
-        entry = self.first.entry_of(saved, self.layer, is_output=self.regions.find(saved) is not None)
-        self.recording.append(entry)
+        entry = self.first.entry_of(saved, self.at.layer, is_output=self.regions.find(saved) is not None)
+        self.at.recording.append(entry)
         return self._carry_out(saved, entry)
 
     def _unplanned(self, saved: Saved) -> Any:
         """A tensor that is not in the table: swapped if its whole layer is, else kept."""
-        assert self.layer is not None
-        fallback = self.layer.fallback
+        fallback = self.at.layer.fallback
         # Without a gradient history the cast of a frozen weight looks like a mask: keep both.
         is_unknown = saved.grad_fn is None and not self._is_compiled  # what a compiled part saves has none
         if is_unknown or saved.storage is None or self._is_parameter(saved.tensor):
@@ -286,7 +289,7 @@ class ForwardPass:
             return self._hold(saved.tensor, is_counted=is_counted)
         if is_counted:
             assert saved.storage is not None
-            self.counters.kept_bytes += saved.storage.nbytes()
+            self.context.counters.kept_bytes += saved.storage.nbytes()
             return guard.keep(saved.tensor, self.queue, self.follower)
         return guard.view(saved.tensor, self.follower) or self._hold(saved.tensor, is_counted=False)
 
@@ -294,7 +297,7 @@ class ForwardPass:
         kept = Kept(tensor, self.follower if self.queue.has_distances else None)
         if is_counted:
             nbytes = tensor.untyped_storage().nbytes()
-            self.counters.kept_bytes += nbytes
+            self.context.counters.kept_bytes += nbytes
             kept.bytes_of = self.context.ledger.hold(kept, nbytes)
         return kept
 
@@ -305,13 +308,13 @@ class ForwardPass:
         assert storage is not None
         sequence = next_sequence_number()
         version, part = version_of(tensor), part_of(tensor)
-        site = self.scheduler.find(storage, version, part)
+        site = self.context.scheduler.find(storage, version, part)
         if site is None:
-            site = self.scheduler.enroll(self.queue, storage, version, distance, part)
+            site = self.context.scheduler.enroll(self.queue, storage, version, distance, part)
             self.departures.add(site, tier, leave, sequence)
         site.num_readers += 1
         site.last_use = sequence
-        return Swapped(site, tensor)
+        return Shared(site, tensor)
 
     def _rerun(self, saved: Saved) -> Any:
         rerun, tensor = self.regions.find(saved), saved.tensor
@@ -319,9 +322,9 @@ class ForwardPass:
             self._miss()
             return self._keep(saved, is_counted=False)
         if rerun.num_readers == 0:
-            self.counters.recomputed_bytes += rerun.nbytes
+            self.context.counters.recomputed_bytes += rerun.nbytes
         rerun.add_reader()
-        return RerunView(rerun, tensor)
+        return Shared(rerun, tensor)
 
     # -- recipes ---------------------------------------------------------------------------------------------------
 
@@ -329,7 +332,7 @@ class ForwardPass:
         """The handle on a tensor whose node has a recipe, or from which recipes start."""
         recipe_graph, tensor = self.recipe_graph, saved.tensor
         assert recipe_graph is not None
-        recipe_graph.is_observing = self.table is None
+        recipe_graph.is_observing = self.at.table is None
         if node.is_made or node.is_encoded:
             source = recipe_graph.find(node, tensor)
             if source is None and entry.is_counted and saved.is_movable:
@@ -339,15 +342,21 @@ class ForwardPass:
                 self._miss()
                 return self._keep(saved, is_counted=entry.is_counted)
             source.last_use = next_sequence_number()
-            return Made(source, tensor, self.follower)
+            source.num_readers += 1
+            return Shared(source, tensor, self.follower)
         if entry.fate is Fate.SWAP:
             handle = self._swap(saved, entry.tier, entry.distance, entry.leave)
-            if isinstance(handle, Swapped):
-                recipe_graph.swap(node, handle, saved.grad_fn)
+            if isinstance(handle, Shared):
+                self._add_swapped(node, handle, saved.grad_fn)
             return handle
         if not entry.is_counted or not saved.is_plain:
             return self._keep(saved, is_counted=False)
         return Kept(tensor, self.follower, recipe_graph.keep(node, tensor, saved.grad_fn))
+
+    def _add_swapped(self, node: Node, handle: Shared, grad_fn: Any) -> None:
+        """Recipes may start from a tensor that was swapped."""
+        assert self.recipe_graph is not None and isinstance(handle.source, OffloadedStorage)
+        self.recipe_graph.add(node, OffloadedSource(handle.source, handle.view), grad_fn)
 
     def _make(self, saved: Saved, node: Node) -> RecomputedSource | None:
         assert self.recipe_graph is not None
@@ -371,21 +380,23 @@ class ForwardPass:
     def _hold_form(self, node: Node, form: torch.Tensor) -> ResidentSource | OffloadedSource:
         """A source of the smaller form of a node, which stays or is swapped."""
         decision, storage = node.decision, form.untyped_storage()
-        if self.scheduler.on_buffer is not None:
-            self.scheduler.on_buffer(storage)
+        if self.context.scheduler.on_buffer is not None:
+            self.context.scheduler.on_buffer(storage)
         if decision.fate is Fate.KEEP:
-            self.counters.kept_bytes += storage.nbytes()
+            self.context.counters.kept_bytes += storage.nbytes()
             return ResidentSource(form, self.context.ledger)
         tier = decision.tier.value if decision.tier else None
-        site = self.scheduler.enroll(self.queue, storage, version_of(form), decision.prefetch, part_of(form))
+        site = self.context.scheduler.enroll(self.queue, storage, version_of(form), decision.prefetch, part_of(form))
         self.departures.add(site, tier, decision.leave, next_sequence_number())
         return OffloadedSource(site, View(form))
 
     def count_call(self, module: str) -> int:
         """How often a module with retained inputs has been called before in this forward."""
-        count = self._retained_input_calls.get(module, 0)
-        self._retained_input_calls[module] = count + 1
-        return count
+        return self._next_call("retained input", module)
+
+    def _next_call(self, kind: str, name: str) -> int:
+        self._calls[kind, name] += 1
+        return self._calls[kind, name] - 1
 
     def catch(self, node: Node, tensor: torch.Tensor | None) -> None:
         """Hold a retained input: a tensor that autograd does not save, and that a recipe will start from."""
@@ -393,7 +404,7 @@ class ForwardPass:
             if tensor is None:
                 self._miss()
                 return
-            saved = Saved(arrived(tensor), tensor.grad_fn, self.device)
+            saved = Saved(arrived(tensor), tensor.grad_fn, self.context.scheduler.engine.device)
             if not saved.is_movable:
                 self._miss()
                 return
@@ -405,7 +416,7 @@ class ForwardPass:
         recipe_graph.is_observing = self.first.is_on
         if self.departures.is_any:
             self.departures.keep_time()
-        self.counters.retained_input_bytes += saved.storage.nbytes()
+        self.context.counters.retained_input_bytes += saved.storage.nbytes()
         decision = node.decision
         if node.is_made:
             if recipe_graph.make(node, tensor, saved.grad_fn) is None:
@@ -414,23 +425,24 @@ class ForwardPass:
             tier = decision.tier.value if decision.tier else None
             handle = self._swap(saved, tier, decision.prefetch, decision.leave)
             # Autograd does not read it; its readers are the recipes.
-            handle.site.num_readers -= 1
-            recipe_graph.swap(node, handle, saved.grad_fn)
+            handle.source.num_readers -= 1
+            self._add_swapped(node, handle, saved.grad_fn)
         else:
             recipe_graph.keep(node, tensor, saved.grad_fn)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """The forward is over: start the copies that are left, and forget dropped outputs that nobody saved."""
+    def close(self, *, is_complete: bool) -> None:
+        """The forward is over, to its end if `is_complete`. Starts the copies that are left, and forgets dropped
+        outputs that nobody saved."""
         with disable_current_modes():
             self.departures.close()
         self.regions.close()
         if self.recipe_graph is not None:
-            self.recipe_graph.close(is_complete=self.is_complete)
+            self.recipe_graph.close(is_complete=is_complete)
             self.queue.arrange()
             self.recipe_graph = None
-            if self.context.guard is not None and self.is_complete:
+            if self.context.guard is not None and is_complete:
                 self.context.guard.end()
         del self.pack_hook  # a bound method of its own owner: a cycle
-        self.scheduler.window.note_pass(self.queue.swapped_bytes)
+        self.context.scheduler.window.note_pass(self.queue.swapped_bytes)

@@ -1,5 +1,7 @@
 """Recomputed layers and modules of one forward pass: how each is started, and what it drops.
 
+An output of a module that is dropped has a `Rerun`, which recomputes it by running the module again.
+
 Why not in the pack hook: inside a recomputed region autograd does not call our pack hook, so a pass works before and
 after the region. How a region runs, and runs again, is in runtime/recompute/region.py.
 
@@ -20,24 +22,29 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.errors import RecomputeRefusedError
-from lowtide.runtime.hooks.classify import Parameters, Saved
-from lowtide.runtime.hooks.context import PlanContext
+from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved
 from lowtide.runtime.hooks.first_forward import FirstForward
-from lowtide.runtime.hooks.table import LayerTable
 from lowtide.runtime.recompute.call import Call, without_cache
-from lowtide.runtime.recompute.module_output import Rerun
-from lowtide.runtime.recompute.region import RegionRun
+from lowtide.runtime.recompute.region import RegionRun, own_hooks
 from lowtide.runtime.recompute.saves import Dropped
 from lowtide.tensors.kinds import is_plain, storage_key_set
-from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
-from lowtide.tensors.random_state import RandomState
+from lowtide.tensors.modes import RandomState, autocast_state
+from lowtide.tensors.private import (
+    current_graph_task_id,
+    disable_current_modes,
+    next_sequence_number,
+    storage_key,
+    version_of,
+)
 from lowtide.tensors.wrappers import inside
 
 
 class Pass(Protocol):
     """The forward pass that a region runs in. A `ForwardPass` is one."""
 
-    layer: LayerTable | None
+    @property
+    def layer(self) -> LayerTable:
+        """The layer that is running, or the model around its layers."""
 
     @property
     def knows_nothing(self) -> bool:
@@ -45,6 +52,52 @@ class Pass(Protocol):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The handle on a tensor that is saved."""
+
+
+class Rerun:
+    """A module's dropped output, recomputed from the module's inputs when backward reads it.
+
+    Owns handles on the inputs (which may themselves be kept, swapped or recomputed), and the random and autocast state
+    in which the module ran. The result is held from the first reader of a backward pass to the last.
+    """
+
+    __slots__ = ("autocast", "nbytes", "num_readers", "num_reads", "prints", "random", "region", "result", "task")
+
+    def __init__(self, region: RegionRun, random: RandomState, output: torch.Tensor) -> None:
+        self.region = region
+        self.random = random
+        self.autocast = autocast_state(output.device.type)
+        self.nbytes = output.untyped_storage().nbytes()
+        self.prints = [region.fingerprints.of(output)]
+        self.num_readers = 0
+        self.num_reads = 0
+        self.task: int | None = None
+        self.result: torch.UntypedStorage | None = None
+
+    def add_reader(self) -> None:
+        """One more saved tensor views this output."""
+        if self.num_readers == 0:
+            self.region.claim_inputs()
+        self.num_readers += 1
+
+    def read(self) -> torch.UntypedStorage:
+        """The output's storage, bit for bit what the forward produced."""
+        task = current_graph_task_id()
+        if task != self.task:
+            self.task, self.num_reads, self.result = task, 0, None
+        storage = self.result if self.result is not None else self._run()
+        self.num_reads += 1
+        self.result = storage if self.num_reads < self.num_readers and task != -1 else None
+        return storage
+
+    def _run(self) -> torch.UntypedStorage:
+        region = self.region
+        # With gradients, as in the first run: without them other kernels may run. The graph is released at once. What
+        # it saves must not reach the hooks of an outer region that is running again.
+        with torch.enable_grad(), own_hooks(), self.random.restored(), self.autocast():
+            output = region.make_whole(self.prints)
+        assert output.untyped_storage().nbytes() == self.nbytes, "a module's second run made an output of another size"
+        return output.untyped_storage()
 
 
 class Regions:
@@ -113,25 +166,21 @@ class Regions:
     def _new(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun:
         watch = self._context.watch(module)
         call = Call(module, forward, *without_cache(module, args, kwargs, watch.refusal_of))
-        assert now.layer is not None
         note = functools.partial(self._note_dropped, now.layer)
         dropped = Dropped(self._context.counters, self._context.ledger, note)
         return RegionRun(call, dropped, watch, self._context.fingerprints, is_first=now.knows_nothing)
 
     def _run(self, now: Pass, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
-        changers = self._context.input_changers
-        module = region.call.module
         # A solved plan has no room for copies, and chooses no layer that was observed to write to its inputs.
         is_new = now.knows_nothing and self._context.nodes is None
-        output = region.run(pack, may_change_inputs=is_new or module in changers)
-        if region.has_changed_inputs:
-            changers.add(module)
+        output = region.run(pack, may_change_inputs=is_new or region.watch.writes_inputs)
+        region.watch.writes_inputs |= region.has_changed_inputs
         return output
 
     def _pack_input(self, now: Pass, tensor: torch.Tensor) -> Any:
         """The handle on an input of a recomputed layer, of which each tensor-parallel rank may keep a slice only."""
         handle, slices = now.pack(tensor), self._context.slices
-        assert slices is not None and now.layer is not None
+        assert slices is not None
         is_first = self._first.is_on
         with disable_current_modes() if is_first else contextlib.nullcontext():
             return slices.instead_of(

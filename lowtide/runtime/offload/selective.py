@@ -41,6 +41,7 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger, Stats
 from lowtide.tensors.kinds import is_plain, written_arguments
+from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import (
     OpOverload,
     TorchDispatchMode,
@@ -53,7 +54,6 @@ from lowtide.tensors.private import (
     tree_unflatten,
     version_of,
 )
-from lowtide.tensors.random_state import RandomState
 from lowtide.tensors.view import Shape, may_overlap, part_of, version_alias
 from lowtide.units import MIB
 

@@ -26,7 +26,15 @@ the same order. So whatever decides whether it runs must be the same on all of t
   collectives (session/retry.py).
 A recomputed source runs once in a backward pass, before its first reader; backward reads in the order of the graph.
 
-Cost: some 25 us a recomputed source and forward, and what recipes/proof.py says.
+Stored smaller. A site with a codec gets a `RecomputedSource` whose program is a decoder and whose one link leads to the
+smaller form: a `ResidentSource` if that stays, an `OffloadedSource` if it is swapped. So all that holds for recomputed
+sources holds here. It is encoded as the next operator saves something, because some operators save what they have not
+filled yet. Where the bytes do not fit the codec any more, or were written to since they were saved, the source keeps
+its storage: a divergence, and the codec is not used again. On an accelerator integers are narrowed without a look;
+where some do not fit, the fingerprint is made to differ, so `backward()` raises at its end.
+
+Cost: some 25 us a recomputed source and forward, what recipes/proof.py says, and the codec's own (tensors/codecs.py).
+Not covered: tensors that something else holds: their bytes stay on the device beside the smaller form.
 """
 
 from __future__ import annotations
@@ -39,18 +47,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.core.recipe import Recipe
+from lowtide.core.recipe import Codec, Recipe
 from lowtide.recipes.build import bound
 from lowtide.recipes.execute import compile_recipe
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.offload.scheduler import OffloadScheduler
-from lowtide.runtime.recompute.encoded import store_smaller
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_inputs import Link, Source, StateLink
-from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Input, Node
-from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
-from lowtide.runtime.saved.handle import Swapped
+from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Input, Node, Source, SourceLink, StateLink
+from lowtide.runtime.recompute.recipe_sources import RecomputedSource, ResidentSource
 from lowtide.runtime.saved.stats import Counters
+from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import next_sequence_number, saved_attributes
@@ -94,12 +100,8 @@ class RecipeGraph:
         """The source of a node that stays and from which recipes may start. `grad_fn`: autograd's node that made it."""
         source = ResidentSource(tensor, self.scheduler.ledger)
         self.counters.kept_bytes += source.nbytes
-        self._add(node, source, grad_fn)
+        self.add(node, source, grad_fn)
         return source
-
-    def swap(self, node: Node, handle: Swapped, grad_fn: Any) -> None:
-        """Add the source of a node that was swapped, and from which recipes may start."""
-        self._add(node, OffloadedSource(handle.site, handle.view), grad_fn)
 
     def find(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
         """The recomputed source of this tensor's storage, if there is one."""
@@ -120,7 +122,7 @@ class RecipeGraph:
             self._stay(source)
         if self.learns_graphs and fits:
             node.trace = self._trace(grad_fn)
-        self._add(node, source, grad_fn)
+        self.add(node, source, grad_fn)
         if fits:
             self._link(node, source)
         return source
@@ -136,7 +138,7 @@ class RecipeGraph:
         source.last_use = next_sequence_number()
         if node.has_failed:
             self._stay(source)
-        self._add(node, source, grad_fn)
+        self.add(node, source, grad_fn)
         return source
 
     def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], Source]) -> None:
@@ -150,7 +152,8 @@ class RecipeGraph:
         else:
             self.counters.narrowed_bytes += source.nbytes - form.nbytes
 
-    def _add(self, node: Node, source: Source, grad_fn: Any) -> None:
+    def add(self, node: Node, source: Source, grad_fn: Any) -> None:
+        """Recipes may start from this source of a node."""
         if node.name in self._sources:
             return
         node.was_seen = True
@@ -177,7 +180,7 @@ class RecipeGraph:
         source.drop(links)
         self.counters.recomputed_bytes += source.nbytes
 
-    def _links(self, node: Node, source: RecomputedSource) -> tuple[Link | StateLink, ...] | None:
+    def _links(self, node: Node, source: RecomputedSource) -> tuple[SourceLink | StateLink, ...] | None:
         """What the source is recomputed from, as this forward pass has shown it; None where it must stay."""
         recipe = node.decision.recipe
         assert recipe is not None
@@ -201,8 +204,8 @@ class RecipeGraph:
         return tuple(links) if self._holds(node, source, tuple(links)) else None
 
     def _links_in_these_sizes(
-        self, node: Node, source: RecomputedSource, recipe: Recipe, given: list[Link | StateLink]
-    ) -> tuple[Link | StateLink, ...] | None:
+        self, node: Node, source: RecomputedSource, recipe: Recipe, given: list[SourceLink | StateLink]
+    ) -> tuple[SourceLink | StateLink, ...] | None:
         """For other shapes than the recipe's: the links of the recipe as this very forward pass did it, which the
         source then runs. None where the pass did something else."""
         assert self.log is not None and node.proof is not None
@@ -218,7 +221,7 @@ class RecipeGraph:
         shapes = [(by_name[entry.kind, entry.name], Shape.from_geometry(entry.geometry)) for entry in found.inputs]
         return tuple(link.seen_as(shape) for link, shape in shapes)
 
-    def _link_to(self, entry: Input, is_literal: bool) -> Link | StateLink | None:
+    def _link_to(self, entry: Input, is_literal: bool) -> SourceLink | StateLink | None:
         if entry.node is None:
             assert entry.find_state is not None
             tensor = entry.find_state()
@@ -230,13 +233,13 @@ class RecipeGraph:
         source = self._sources[entry.name]
         shape = entry.shape if is_literal else source.shape
         fits = source.is_intact() and shape.end_bytes() <= source.nbytes
-        return Link(entry.name, source, shape) if fits else None
+        return SourceLink(entry.name, source, shape) if fits else None
 
     def _stay(self, source: RecomputedSource) -> None:
         self.counters.kept_bytes += source.nbytes
         self.stays(source)
 
-    def _holds(self, node: Node, source: RecomputedSource, links: tuple[Link | StateLink, ...]) -> bool:
+    def _holds(self, node: Node, source: RecomputedSource, links: tuple[SourceLink | StateLink, ...]) -> bool:
         """Whether the recipe repeats what this forward pass did; on all ranks, if it has collectives."""
         if self.log is None:
             return True
@@ -309,7 +312,7 @@ class RecipeGraph:
             has_changed = False
             for source in reversed(made):
                 for link in source.links:
-                    if isinstance(link, Link) and link.source.last_use < source.last_use:
+                    if isinstance(link, SourceLink) and link.source.last_use < source.last_use:
                         link.source.last_use = source.last_use
                         has_changed = True
         self._sources.clear()
@@ -321,3 +324,34 @@ class RecipeGraph:
 def _numbers_of(kind: type) -> tuple[str, ...]:
     """What a kind of autograd node has saved that is neither a tensor nor a size."""
     return tuple(name for name in saved_attributes(kind) if not name.endswith(_SIZES))
+
+
+# -- stored smaller ----------------------------------------------------------------------------------------------------
+
+
+def store_smaller(
+    source: RecomputedSource, codec: Codec, planned_bytes: int, hold: Callable[[torch.Tensor], Source]
+) -> Source | str:
+    """Let `source` drop its storage for the smaller form, which `hold` makes a source of: that one, or why not.
+
+    `planned_bytes`: of the storage, when `codec` was chosen.
+    """
+    assert source.held is not None
+    if not source.is_intact():
+        return "it was written to after it had been saved"
+    is_looked_at = source.device.type == "cpu" or fits_unseen(source.shape.dtype) == codec.kind
+    if not is_looked_at and source.nbytes > planned_bytes:
+        return f"it is larger than planned, and nobody looks whether it fits its codec ({codec.kind})"
+    # A plan serves smaller batches too.
+    limit_bytes = codec.nbytes * source.nbytes / planned_bytes
+    encoded = encode(codec.kind, source.held, source.shape.dtype, limit_bytes)
+    if encoded is None:
+        return f"it does not fit its codec any more ({codec.kind})"
+    source.program = encoded.decoder
+    form = hold(encoded.data)
+    source.drop((SourceLink(source.name, form, Shape.of(encoded.data)),))
+    if encoded.misfit is not None:
+        # Narrowing keeps the lowest bits of each word: with one more, none is what is decoded.
+        assert isinstance(source.fingerprint, torch.Tensor)
+        source.fingerprint = source.fingerprint + encoded.misfit
+    return form

@@ -29,7 +29,6 @@ created, and whether its recipe fits this forward (runtime/recompute/recipe_grap
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from lowtide.recipes.proof import Start
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_inputs import Link, StateLink
+from lowtide.runtime.recompute.recipe_nodes import SourceLink, StateLink
 from lowtide.runtime.saved.stats import Ledger
 from lowtide.tensors.codecs import Decoder
 from lowtide.tensors.modes import Modes
@@ -164,7 +163,7 @@ class RecomputedSource:
         self.weak = StorageWeakRef(storage)
         self.alias: torch.Tensor | None = tensor.detach()
         """An alias that shows the tensor's version, as long as the tensor stays."""
-        self.links: tuple[Link | StateLink, ...] = ()
+        self.links: tuple[SourceLink | StateLink, ...] = ()
         self.last_use = 0
         self._num_readers = 0
         self.num_reads = 0
@@ -218,7 +217,7 @@ class RecomputedSource:
         self.scheduler.start_offload(site, None)
         return self.nbytes if site.copy.slot is not None else 0
 
-    def drop(self, links: tuple[Link | StateLink, ...]) -> None:
+    def drop(self, links: tuple[SourceLink | StateLink, ...]) -> None:
         """Drop the storage. From now on it is recomputed when it is read."""
         assert self.held is not None
         self.fingerprint = self.fingerprints.take(self.held)
@@ -226,7 +225,7 @@ class RecomputedSource:
         self.held = self.alias = None
         self.scheduler.ledger.change(self.share, 0)
         for link in links:
-            if isinstance(link, Link):
+            if isinstance(link, SourceLink):
                 link.source.num_readers += 1
 
     def read(self) -> torch.UntypedStorage:
@@ -256,7 +255,7 @@ class RecomputedSource:
             if not source.is_missing(task):
                 stack.pop()
                 continue
-            below = [link.source for link in source.links if isinstance(link, Link)]
+            below = [link.source for link in source.links if isinstance(link, SourceLink)]
             missing = [other for other in below if isinstance(other, RecomputedSource) and other.is_missing(task)]
             if missing:
                 stack.extend(missing)
@@ -329,27 +328,9 @@ class RecomputedSource:
             self.result = None
             self.scheduler.ledger.change(self.share, 0)
 
-    def _modified_error(self, link: Link | StateLink) -> RuntimeError:
+    def _modified_error(self, link: SourceLink | StateLink) -> RuntimeError:
         return RuntimeError(
             f"lowtide: '{link.name}' was modified in place after the forward had used it, so '{self.name}' cannot be "
             "recomputed from it. Plain autograd may not need it; give this site the fate keep or swap, or do not write "
             "into it before the backward pass."
         )
-
-
-class Made:
-    """A saved tensor whose storage is a `RecomputedSource`."""
-
-    __slots__ = ("on_open", "source", "view")
-
-    def __init__(self, source: RecomputedSource, tensor: torch.Tensor, on_open: Callable[[], None]) -> None:
-        self.source = source
-        self.on_open = on_open
-        self.view = View(tensor)
-        source.num_readers += 1
-
-    def open(self) -> torch.Tensor:
-        """The tensor, recomputed if need be. Raises RuntimeError if it was modified in place since it was saved."""
-        self.view.check()
-        self.on_open()
-        return self.view.over(self.source.read())

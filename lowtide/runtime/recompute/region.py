@@ -4,7 +4,7 @@ There are two kinds of regions, and one mechanism (`torch.utils.checkpoint`, non
 
 - a *layer*: everything it saves is dropped; its inputs stay, positional and keyword ones;
 - a single *module* without children (an activation, a norm): what it saves is dropped, and so is its **output**, which
-  the next operator would have saved. Reading that output in backward runs the module once more (module_output.py).
+  the next operator would have saved. Reading that output in backward runs the module once more (hooks/regions.py).
 
 The inputs of a region get handles like any other saved tensor, so they can be kept, swapped or recomputed.
 (`checkpoint` would make handles only of positional inputs, and hold keyword inputs in a closure.)
@@ -46,14 +46,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from lowtide.runtime.recompute.call import Call
-from lowtide.runtime.recompute.draw_once import KeptResults
+from lowtide.runtime.offload.site import OffloadedStorage
+from lowtide.runtime.recompute.call import Call, KeptResults
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
 from lowtide.runtime.recompute.saves import Dropped, DroppedTensor, FirstSaves, SecondSaves
 from lowtide.runtime.recompute.watch import Before, Watch
-from lowtide.runtime.saved.handle import Kept, Swapped
-from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
-from lowtide.runtime.saved.wrapped import Wrapped
+from lowtide.runtime.saved.handle import Kept, Shared, Wrapped, is_checkpoint_hook
 from lowtide.tensors.compiled import graphs_between
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import (
@@ -192,8 +190,8 @@ class RegionRun:
         state, inputs = self.state, self.call.tensors
         stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
         unpack = self._unpack(functools.partial(hooks[1], hooks[0](marker)))
-        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, unpack=unpack)
-        with saves, self.once.running(is_again=False), state.flow or contextlib.nullcontext():
+        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow)
+        with saves.hooked(unpack), self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
         if state.keep_path(saves.learned()):
             self._output = self._prints_of(output)
@@ -238,9 +236,9 @@ class RegionRun:
         compared with what the first run saved before anybody reads it."""
         tensors = self.open_inputs()
         dropped = self.dropped
-        to_the_end = self._graphs is not None or self._output is not None or dropped.is_filled_late
+        to_the_end = self._graphs is not None or self._output is not None or dropped.path.is_filled_late
         saves = SecondSaves(dropped, self.fingerprints, to_the_end=to_the_end)
-        with self.replayed(), saves:
+        with self.replayed(), saves.hooked():
             output = self._make_compiled(tensors, self._graphs) if self._graphs is not None else self.call.make(tensors)
         saves.compare_kinds()
         self._compare(list(dropped.prints.values()), saves.prints, self._refuse_saved)
@@ -267,7 +265,7 @@ class RegionRun:
         """Of the fingerprints of what the region saves, that with this number differs first."""
         dropped = self.dropped
         number = list(dropped.prints)[index]
-        _, producer, shape, _ = dropped.rows[number]
+        _, producer, shape, _ = dropped.path.rows[number]
         made = "" if producer is type(None) else f", made by {producer.__name__}"
         self._refuse_values(
             f"the first tensor that differs is number {number + 1} of the {len(dropped.saved)} that it saves, of shape "
@@ -341,7 +339,7 @@ class RegionRun:
         try:
             return self.inputs[index].open()
         except RuntimeError as error:
-            if index in self.dropped.saved_inputs or "modified by an inplace operation" not in str(error):
+            if index in self.dropped.path.saved_inputs or "modified by an inplace operation" not in str(error):
                 raise
             raise self.watch.refusal_of(
                 f"lowtide: an input of the recomputed {self.watch} was modified in place after it "
@@ -351,17 +349,18 @@ class RegionRun:
 
     def note_end(self, sequence: int) -> None:
         """`sequence`: autograd's number at the end of the first run. When backward is there, it needs the inputs."""
-        for given in self.inputs:
-            handle = given.local if isinstance(given, Wrapped) else given
-            if isinstance(handle, Swapped):
-                handle.site.last_use = max(handle.site.last_use, sequence)
+        for site in self._swapped_inputs():
+            site.last_use = max(site.last_use, sequence)
 
     def claim_inputs(self) -> None:
         """One more reader of the inputs: a swapped one must not be released after its first reader."""
-        for given in self.inputs:
-            handle = given.local if isinstance(given, Wrapped) else given
-            if isinstance(handle, Swapped):
-                handle.site.num_readers += 1
+        for site in self._swapped_inputs():
+            site.num_readers += 1
+
+    def _swapped_inputs(self) -> list[OffloadedStorage]:
+        handles = [given.local if isinstance(given, Wrapped) else given for given in self.inputs]
+        sources = [handle.source for handle in handles if isinstance(handle, Shared)]
+        return [source for source in sources if isinstance(source, OffloadedStorage)]
 
 
 def _current_backward() -> Any:

@@ -11,9 +11,9 @@ checkpoint's own hooks take; the fingerprints of the frontier (flow.py). Not cov
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import ref
 
@@ -29,7 +29,7 @@ from lowtide.runtime.saved.stats import Counters, Ledger, Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import base_of, is_view, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import Origin, modified_error, version_alias
+from lowtide.tensors.view import TensorOrigin, modified_error, version_alias
 from lowtide.tensors.wrappers import inside
 
 Row = tuple[int, type, torch.Size, torch.dtype]
@@ -46,15 +46,17 @@ class SavedRole(NamedTuple):
     """It is a parameter, or a view of one, and stays anyway."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Path:
-    """What a module saved in one run, in order."""
+    """What a module saved in one run, in order. Once learned it is shared by all runs that follow it."""
 
-    rows: list[Row]
-    roles: list[SavedRole]
-    saved_inputs: set[int]
-    origins: list[Origin]
-    is_filled_late: bool
+    rows: list[Row] = field(default_factory=list)
+    roles: list[SavedRole] = field(default_factory=list)
+    origins: list[TensorOrigin] = field(default_factory=list)
+    saved_inputs: set[int] = field(default_factory=set)
+    """The inputs that plain autograd would save in the region. The others are needed only to run it again."""
+    is_filled_late: bool = False
+    """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
 
 
 class Dropped:
@@ -70,15 +72,12 @@ class Dropped:
         "counters",
         "has_results",
         "is_back",
-        "is_filled_late",
         "ledger",
         "nbytes",
         "note",
-        "origins",
+        "path",
         "prints",
-        "rows",
         "saved",
-        "saved_inputs",
     )
 
     def __init__(self, counters: Counters, ledger: Ledger, note: Callable[[torch.Tensor], bool]) -> None:
@@ -97,14 +96,10 @@ class Dropped:
         self._share: Share | None = None
         self._seen: dict[int, tuple[StorageWeakRef, bool]] = {}
         self._inputs: dict[int, int] = {}
-        # The inputs that plain autograd would save in the region. The others are needed only to run it again.
-        self.saved_inputs: set[int] = set()
-        self.rows: list[Row] = []
+        self.path = Path()
+        """Its own, or the one that it follows."""
         self.prints: dict[int, Print] = {}
         """Fingerprints, by number of the saved tensor."""
-        self.origins: list[Origin] = []
-        self.is_filled_late = False
-        """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
         self.saved: list[ref[DroppedTensor]] = []
 
     def raise_plain(self) -> None:
@@ -118,8 +113,8 @@ class Dropped:
         """Raise plain autograd's error if a saved tensor was modified since."""
         now = version_of(saved.alias)
         if now != saved.version:
-            origin = self.origins[saved.number]
-            raise modified_error(saved.alias, self.rows[saved.number][2], now, saved.version, origin)
+            origin = self.path.origins[saved.number]
+            raise modified_error(saved.alias, self.path.rows[saved.number][2], now, saved.version, origin)
 
     def count(self, tensor: torch.Tensor) -> tuple[bool, bool]:
         """Add a storage that the region would have saved. Returns whether it was added, and whether the run has made
@@ -129,7 +124,7 @@ class Dropped:
         seen = self._seen.get(key)
         if seen is not None and not seen[0].expired():
             if key in self._inputs:
-                self.saved_inputs.add(self._inputs[key])
+                self.path.saved_inputs.add(self._inputs[key])
             elif key in self._results:
                 self._results.remove(key)
                 self.counters.retained_input_bytes -= storage.nbytes()
@@ -229,13 +224,12 @@ class _Prints:
 
 
 class FirstSaves:
-    """The saved-tensor hooks of a first run: a context."""
+    """The saved-tensor hooks of a first run."""
 
     __slots__ = (
         "_dropped",
         "_flow",
         "_follows",
-        "_hooks",
         "_inputs",
         "_is_deep",
         "_path",
@@ -252,8 +246,6 @@ class FirstSaves:
         inputs: list[torch.Tensor],
         path: Path | None,
         flow: Flow | None,
-        *,
-        unpack: Callable[[DroppedTensor], torch.Tensor],
     ) -> None:
         """`inputs`: of the region. `path`: that it is expected to follow."""
         self._dropped = dropped
@@ -268,10 +260,9 @@ class FirstSaves:
         self._roles: list[SavedRole] = []
         if path is not None:
             self._rows, self._roles = path.rows, path.roles
-            dropped.rows, dropped.origins = path.rows, path.origins
+            dropped.path = path
         else:
             dropped.leave_out(inputs)
-        self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, unpack)
 
     @never_compiled
     def _pack(self, tensor: torch.Tensor) -> DroppedTensor:
@@ -296,9 +287,9 @@ class FirstSaves:
         if path is None or number >= len(path.rows) or path.rows[number][:2] != row[:2] or dropped.has_results:
             return self._look(tensor, number, row)
         # Another shape: still on the path. From here on rows are this run's own.
-        if dropped.rows is path.rows:
-            self._rows, dropped.rows = [], path.rows[:number]
-        dropped.rows.append(row)
+        if dropped.path is path:
+            self._rows, dropped.path = [], replace(path, rows=path.rows[:number])
+        dropped.path.rows.append(row)
         role = path.roles[number]
         if role.nbytes:
             dropped.nbytes += inside(tensor).untyped_storage().nbytes()
@@ -308,18 +299,18 @@ class FirstSaves:
         """Off the path: what to do with a tensor. It is counted already."""
         dropped, local, place = self._dropped, inside(tensor), row[0]
         if self._follows is not None:
-            self._follows, self._rows, self._roles = None, [], []
-            dropped.origins = dropped.origins[:number]
-            dropped.rows = dropped.rows[:number]
+            self._follows, self._rows = None, []
+            dropped.path = Path(rows=dropped.path.rows[:number], origins=dropped.path.origins[:number])
             dropped.leave_out(self._inputs)
-        dropped.rows.append(row)
+        path = dropped.path
+        path.rows.append(row)
         is_part = is_view(tensor)
-        dropped.origins.append(Origin.of(tensor))
+        path.origins.append(TensorOrigin.of(tensor))
         is_first, is_own = dropped.count(local) if is_plain(local) else (False, True)
-        if number == 0 or dropped.rows[number - 1][0] != place:
-            dropped.is_filled_late = False
+        if number == 0 or path.rows[number - 1][0] != place:
+            path.is_filled_late = False
         if not tensor.requires_grad and _may_be_filled_late(tensor):
-            dropped.is_filled_late = True
+            path.is_filled_late = True
         if self._flow is None:
             # Bytes in a row may be the workspace of a recurrent kernel, which is partly unwritten memory.
             is_fingerprinted = is_own and not (local.dtype is torch.uint8 and local.dim() == 1)
@@ -330,43 +321,33 @@ class FirstSaves:
         if is_first and nbytes != local.untyped_storage().nbytes():
             nbytes = -1
         role = SavedRole(nbytes, is_fingerprinted, isinstance(base_of(tensor) if is_part else tensor, nn.Parameter))
-        self._roles.append(role)
+        path.roles.append(role)
         return role
 
-    def __enter__(self) -> FirstSaves:
-        assert self._hooks is not None
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._hooks is not None
-        self._hooks.__exit__(kind, error, trace)
-        # Autograd holds this object as long as the graph lives: there must be no way from it to the graph.
-        self._hooks, self._inputs = None, []
-        if kind is None:
+    @contextlib.contextmanager
+    def hooked(self, unpack: Callable[[DroppedTensor], torch.Tensor]) -> Iterator[None]:
+        """Inside, what is saved is dropped. Autograd holds this object and `unpack` as long as the graph lives: there
+        must be no way from them to the graph."""
+        try:
+            with saved_tensors_hooks(self._pack, unpack):
+                yield
             self._prints.finish()
-        self._dropped.prints = self._prints.found
+        finally:
+            self._inputs = []
+            self._dropped.prints = self._prints.found
 
     def learned(self) -> Path | None:
         """The path of a run that was watched; None for one that followed a path, or left it."""
         dropped, path = self._dropped, self._follows
         if path is not None and len(dropped.saved) == len(path.rows):
-            dropped.saved_inputs = path.saved_inputs
-            dropped.is_filled_late = path.is_filled_late
             return path
         if self._flow is None or self._path is not None or dropped.has_results:
             return None
         frontier = self._flow.own if self._is_deep else self._flow.frontier
         dropped.prints = {number: dropped.prints[number] for number in frontier}
-        return Path(
-            rows=dropped.rows,
-            roles=[SavedRole(one.nbytes, number in frontier, one.is_lasting) for number, one in enumerate(self._roles)],
-            saved_inputs=dropped.saved_inputs,
-            origins=dropped.origins,
-            is_filled_late=dropped.is_filled_late,
-        )
+        roles = enumerate(dropped.path.roles)
+        dropped.path.roles = [one._replace(is_fingerprinted=number in frontier) for number, one in roles]
+        return dropped.path
 
 
 class EnoughError(BaseException):
@@ -374,9 +355,9 @@ class EnoughError(BaseException):
 
 
 class SecondSaves:
-    """The saved-tensor hooks of a second run: a context, which is left after the last tensor that is needed."""
+    """The saved-tensor hooks of a second run."""
 
-    __slots__ = ("_dropped", "_hooks", "_left", "_prints", "made")
+    __slots__ = ("_dropped", "_left", "_prints", "made")
 
     def __init__(self, dropped: Dropped, fingerprints: Fingerprints, *, to_the_end: bool) -> None:
         self._dropped = dropped
@@ -384,7 +365,6 @@ class SecondSaves:
         self._left = -1 if to_the_end else len(dropped.saved)
         self.made: list[torch.Tensor] = []
         """What it has saved, without its graph."""
-        self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, _as_it_is)
 
     @never_compiled
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -398,24 +378,19 @@ class SecondSaves:
             raise EnoughError
         return alone
 
-    def __enter__(self) -> SecondSaves:
-        assert self._hooks is not None
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        assert self._hooks is not None
-        self._hooks.__exit__(kind, error, trace)
-        self._hooks = None  # they hold methods of their own owner: a cycle
-        if kind is None or kind is EnoughError:
-            self._prints.finish()
-        return kind is EnoughError
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Inside, what is saved is held here. It is left after the last tensor that is needed."""
+        try:
+            with saved_tensors_hooks(self._pack, _as_it_is):
+                yield
+        except EnoughError:
+            pass
+        self._prints.finish()
 
     def compare_kinds(self) -> None:
         """Raise CheckpointError unless it has saved as many tensors as the first run, of the same shapes and types."""
-        rows, made = self._dropped.rows, self.made
+        rows, made = self._dropped.path.rows, self.made
         num_saved = len(self._dropped.saved)
         for row, tensor in zip(rows, made, strict=False):
             if tensor.shape != row[2] or tensor.dtype is not row[3]:

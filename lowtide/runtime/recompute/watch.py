@@ -41,7 +41,7 @@ from lowtide.runtime.recompute.saves import Path
 from lowtide.tensors.compiled import has_compiled
 from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
 from lowtide.tensors.kinds import can_be_cloned, is_plain, modules_of
-from lowtide.tensors.modes import Modes
+from lowtide.tensors.modes import Draws, HostRandom, Modes
 from lowtide.tensors.private import (
     FORWARD_HOOK_FLAGS,
     FORWARD_HOOKS,
@@ -54,8 +54,7 @@ from lowtide.tensors.private import (
     storage_at,
     version_of,
 )
-from lowtide.tensors.random_state import Draws, HostRandom
-from lowtide.tensors.remembered import WRAPPED, Array, Attributes, Empty, State
+from lowtide.tensors.remembered import WRAPPED, Attributes
 from lowtide.tensors.second_run import is_iterator, reached_iterator
 from lowtide.tensors.snapshot import take
 from lowtide.tensors.view import byte_view, same_bytes
@@ -63,6 +62,8 @@ from lowtide.tensors.wrappers import inside
 
 _SMALL_BYTES = 2**16
 _OF_MODULES = frozenset(vars(nn.Module()))
+Lent = tuple[nn.Module, str, nn.Parameter]
+"""A module, the name of a parameter of it, and the tensor that played it."""
 _MAX_LEARNED = 4
 """Runs that are watched until one brings nothing new."""
 _WHOLE = 64
@@ -84,6 +85,7 @@ class Watch:
         "module",
         "num_runs",
         "refusal",
+        "writes_inputs",
     )
 
     def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
@@ -93,6 +95,8 @@ class Watch:
         """Why it could not be run again in some step, in words."""
         self.differs = False
         """A second run gave something else than the first: it is not run again."""
+        self.writes_inputs = False
+        """It was seen to write into its inputs."""
         self.module = module
         self.model = model
         self.draws = draws
@@ -356,7 +360,7 @@ class Before:
         self._marks = Marks(tensors, addressed)
         self._flags = _flags_of(tree.tensors)
         self._random = watch.draws.now()
-        self._parameters = LentParameters(watch.module) if watch.has_shards else None
+        self._parameters = _lent_parameters(watch.module) if watch.has_shards else []
         self._records = [record.again() for record in known.records]
         self._given = self._walk(call.objects) if call.objects else []
         self._walked: list[Any] | None = None
@@ -427,7 +431,7 @@ class Before:
         RecomputeRefusedError if it wrote to a tensor of which there is no copy."""
         known, watch, is_new = self.known, self.watch, self._walked is not None
         if self._walked is not None:
-            found = [one for record in self._walked for one in _moved(record)]
+            found = [record for record in self._walked if next(record.changed(), None) is not None]
             self._records += found
             known.records += found
             known.num_learned += 1
@@ -513,12 +517,11 @@ class Before:
         """Have all as it was before the first run, until `undo` is left. `modes`: those of now."""
         self._modes.put_back(undo, modes)
         self._tree.put_back(undo)
-        if self._parameters is not None:
-            undo.enter_context(self._parameters.replayed())
+        if self._parameters:
+            undo.enter_context(_lent(self._parameters))
         records = (*self._records, *self._given)
         if records:
-            empty = [record for record in records if isinstance(record, Empty)]
-            undo.callback(_restore, [*empty, *(one for record in records for one in _again(record))])
+            undo.callback(_restore, [record.again() for record in records])
             _restore(records)
         for tensor, flag in zip(self._tree.tensors, self._flags, strict=True):
             if tensor.requires_grad != flag and tensor.is_leaf:
@@ -565,27 +568,9 @@ def _is_of_a_module(record: Any) -> bool:
     return record.is_module or (not record.name.is_item and record.name.key in _OF_MODULES)
 
 
-def _moved(record: Any) -> list[Any]:
-    """Records of what moved since a record was made, as it was then."""
-    if isinstance(record, State | Array):
-        return [record] if record.has_moved() else []
-    if not isinstance(record, Empty):
-        return [record] if next(record.changed(), None) is not None else []
-    record.found = [one for one in record.found if one[2] not in _OF_MODULES]
-    found = record.again()
-    for one in found:
-        one.then = type(one.then)()
-    return found
-
-
 def _key_of(tensor: torch.Tensor | None, weak: StorageWeakRef) -> int:
     """Of a tensor that was written to, or of its storage, if only an alias of it was seen."""
     return -weak.cdata if tensor is None else id(tensor)
-
-
-def _again(record: Any) -> list[Any]:
-    found = record.again()
-    return found if isinstance(found, list) else [found]
 
 
 def _restore(records: Any) -> None:
@@ -614,34 +599,30 @@ def _written_back(view: torch.Tensor, then: torch.Tensor) -> Iterator[None]:
             view.copy_(now)
 
 
-class LentParameters:
-    """The tensors that played the parameters of a module of an FSDP2 model: it gathers them, and gives them back."""
+def _lent_parameters(module: nn.Module) -> list[Lent]:
+    """The tensors that play the parameters of a module of an FSDP2 model: it gathers them, and gives them back."""
+    return [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in own_parameters(owner).items()
+        if parameter is not None
+    ]
 
-    __slots__ = ("_then",)
 
-    def __init__(self, module: nn.Module) -> None:
-        self._then = [
-            (owner, name, parameter)
-            for owner in module.modules()
-            for name, parameter in own_parameters(owner).items()
-            if parameter is not None
-        ]
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, the parameters are the tensors of the first run."""
-        lent = [entry for entry in self._then if own_parameters(entry[0]).get(entry[1]) is not entry[2]]
-        # A sharded parameter is gathered, and given back, by its owner, not by us.
-        lent = [entry for entry in lent if not _is_emptied(inside(entry[2]))]
-        lent = [(owner, name, then) for owner, name, then in lent if not _is_gathered_now(owner, name, then)]
-        current = [(owner, name, own_parameters(owner)[name]) for owner, name, _ in lent]
-        for owner, name, parameter in lent:
-            own_parameters(owner)[name] = parameter
-        try:
-            yield
-        finally:
-            for owner, name, now in current:
-                own_parameters(owner)[name] = now
+@contextlib.contextmanager
+def _lent(then: list[Lent]) -> Iterator[None]:
+    """Inside, the parameters are the tensors of the first run."""
+    lent = [entry for entry in then if own_parameters(entry[0]).get(entry[1]) is not entry[2]]
+    # A sharded parameter is gathered, and given back, by its owner, not by us.
+    lent = [entry for entry in lent if not _is_emptied(inside(entry[2])) and not _is_gathered_now(*entry)]
+    current = [(owner, name, own_parameters(owner)[name]) for owner, name, _ in lent]
+    for owner, name, parameter in lent:
+        own_parameters(owner)[name] = parameter
+    try:
+        yield
+    finally:
+        for owner, name, now in current:
+            own_parameters(owner)[name] = now
 
 
 def _is_emptied(tensor: torch.Tensor) -> bool:

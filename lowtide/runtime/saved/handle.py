@@ -4,30 +4,44 @@ Why: PyTorch does not promise an order of unpacking, nor that backward runs once
 queue and no table by position owns bytes: autograd holds the handle, the handle owns the bytes, and when the graph dies
 the handle dies and frees everything that it owned.
 
-Three handles:
+Two handles:
 - `Kept` owns a detached alias (never the tensor itself: an output that owns its own node would never be freed).
-- `Swapped` refers to an `OffloadedStorage`, which all saved views of a storage share, and stores its own view.
-- `RerunView` (runtime/recompute/module_output.py) refers to a `Rerun`, which owns the inputs of a module and runs it
-  again.
+- `Shared` refers to what all saved views of a storage share, and stores its own view. That is an `OffloadedStorage`, a
+  `RecomputedSource`, or a `Rerun` (runtime/hooks/regions.py), which owns the inputs of a module and runs it again.
+
+A `Wrapped` is around one of these where autograd saves a tensor that wraps another (this rank's part of a distributed
+tensor, the result of a collective). A fate is about bytes, and these are inside; but autograd expects the wrapper back,
+and counts in-place writes only on the wrapper.
 
 Every handle checks the tensor's version when it is opened. Plain autograd does so by itself; as soon as any
 saved-tensor hook is active it does not, and an in-place write after saving would silently give wrong gradients.
 
-Cost: about 1 us a kept tensor beside what any saved-tensor hook costs (5 us). Not covered: writes through `.data` or by
-kernels that do not bump the version counter; plain autograd does not see those either. Python attributes of a saved
-parameter (`weight.main_grad`): PyTorch wraps what an unpack hook returns into a new tensor, whatever it is.
+Cost: about 1 us a kept tensor beside what any saved-tensor hook costs (5 us); some 30 us a distributed tensor and 50 us
+a result of a collective. Not covered: writes through `.data` or by kernels that do not bump the version counter; plain
+autograd does not see those either. Python attributes of a saved parameter (`weight.main_grad`): PyTorch wraps what an
+unpack hook returns into a new tensor, whatever it is. Wrappers that were written into before they were saved are left
+to plain autograd (runtime/hooks/forward_pass.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from lowtide.runtime.saved.stats import Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.private import is_view, version_of
-from lowtide.tensors.view import Origin, View, modified_error
+from lowtide.tensors.view import TensorOrigin, View, modified_error
+from lowtide.tensors.wrappers import hollow, shell_of
+
+
+class StorageSource(Protocol):
+    """What owns a storage that several saved tensors may view."""
+
+    def read(self) -> torch.UntypedStorage:
+        """The storage with the bytes of the forward pass, on the device, for one of its readers."""
 
 
 class Kept:
@@ -45,7 +59,7 @@ class Kept:
     ) -> None:
         grad_fn = tensor.grad_fn
         self.version = version_of(tensor)
-        self.origin = Origin(type(grad_fn), tensor.output_nr, is_view(tensor))
+        self.origin = TensorOrigin(type(grad_fn), tensor.output_nr, is_view(tensor))
         self.tensor = tensor if grad_fn is None else tensor.detach()
         self.on_open = on_open
         self.bytes_of = bytes_of
@@ -65,22 +79,59 @@ class Kept:
         return tensor
 
 
-class Swapped:
-    """A saved tensor whose storage is an `OffloadedStorage`."""
+class Shared:
+    """A saved tensor that views a storage, which other saved tensors may view too.
 
-    __slots__ = ("site", "view")
+    `source.read()` brings the storage back, fetched or recomputed. `on_open`: as in `Kept`.
+    """
 
-    def __init__(self, site, tensor: torch.Tensor) -> None:
-        self.site = site
+    __slots__ = ("on_open", "source", "view")
+
+    def __init__(self, source: StorageSource, tensor: torch.Tensor, on_open: Callable[[], None] | None = None) -> None:
+        self.source = source
+        self.on_open = on_open
         self.view = View(tensor)
 
     def open(self) -> torch.Tensor:
-        """The tensor, fetched if need be. Raises RuntimeError if it was modified in place since it was saved."""
+        """The tensor. Raises RuntimeError if it was modified in place since it was saved."""
         self.view.check()
-        return self.view.over(self.site.read())
+        if self.on_open is not None:
+            self.on_open()
+        return self.view.over(self.source.read())
 
 
 @never_compiled
 def open_handle(handle) -> torch.Tensor:
     """The unpack hook. A module-level function, so that a graph does not hold the forward pass that built it."""
     return handle.open()
+
+
+def is_checkpoint_hook(hooks: tuple[Callable, Callable] | None) -> bool:
+    """Whether these saved-tensor hooks are those of a `torch.utils.checkpoint` region (forward or recompute)."""
+    if hooks is None:
+        return False
+    return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" or (
+        "checkpoint" in getattr(hooks[0], "__qualname__", "") and "_hook" in getattr(hooks[0], "__qualname__", "")
+    )
+
+
+class Wrapped:
+    """A saved wrapper. Another handle gives back the plain tensor inside."""
+
+    __slots__ = ("alias", "local", "origin", "shell", "size", "version")
+
+    def __init__(self, tensor: torch.Tensor, local: Any) -> None:
+        self.local = local
+        self.shell = shell_of(tensor)
+        self.origin = TensorOrigin.of(tensor)
+        self.size = tensor.size()
+        self.version = version_of(tensor)
+        self.alias = hollow(tensor)
+
+    def open(self) -> torch.Tensor:
+        """What was saved. Raises RuntimeError if it was modified in place since."""
+        if version_of(self.alias) != self.version:
+            like = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
+            raise modified_error(like, self.size, version_of(self.alias), self.version, self.origin)
+        local = self.local.open()
+        return local if self.shell is None else self.shell.around(local)

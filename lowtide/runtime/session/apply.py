@@ -2,7 +2,7 @@
 
 What: `apply` looks at the model before it is wrapped: whether it can be, whether the rules fit, and what the user
 should know. Every mistake that can be told from the model and the plan alone is told before the first step. What only
-the first forward can show (operators, sites) is checked after it (wrap.py, runtime/hooks/mismatch.py).
+the first forward can show (operators, sites) is checked after it (wrap.py, runtime/hooks/first_forward.py).
 Cost: a walk over the modules for each rule, once. Not covered: the text of a `memory` section (config/).
 """
 

@@ -30,7 +30,7 @@ from lowtide.errors import RecomputeRefusedError
 from lowtide.loss.attach import AttachedLoss
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.runtime.hooks.context import InputKeeper, PlanContext
-from lowtide.runtime.hooks.mismatch import with_bytes_seen
+from lowtide.runtime.hooks.first_forward import with_bytes_seen
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints, RecipeMismatchError
@@ -371,12 +371,9 @@ class Tide:
         return PlanContext(
             model=self.model,
             rules=plan.rules,
-            stay_rules=plan.rules.without_recompute(),
             min_bytes=plan.min_bytes,
-            device_type=self.engine.device_type,
             scheduler=self._scheduler,
             counters=self._counters,
-            ledger=self._ledger,
             nodes=nodes,
             fingerprints=Fingerprints(functools.partial(give_up_recipe, nodes or {}), is_deep=plan.check == "deep"),
             logged_kinds=logged_kinds(nodes),

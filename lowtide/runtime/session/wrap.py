@@ -1,21 +1,28 @@
 """The forward passes of a model under a plan: what is wrapped, and how a forward pass is entered.
 
 What: one wrapper on the model, on each layer, on each module that is to be recomputed, and on each that a retained
-input is caught at. The outermost that runs opens a `ForwardPass` (hooks/scope.py), which sees every saved tensor until
-it returns; those inside it find that forward pass and say where the forward pass is.
+input is caught at. The outermost that runs opens a `ForwardPass` (hooks/forward_pass.py), which sees every saved
+tensor until it returns; those inside it find that forward pass and say where the forward pass is.
 
 A pattern may name an operator, and operators are known only after a forward pass has run; such patterns are checked at
 the end of the first forward, everything else before (apply.py).
 
-Cost: some microseconds for each wrapped module that is called. Not covered: what happens to a saved tensor
-(forward_pass.py).
+Where saved-tensor hooks are active, PyTorch raises an error in `grad`, `vjp`, `jacrev` and `hessian` of `torch.func`,
+whoever set the hooks. (`vmap` and `jvp` work.) So a layer that uses these inside runs without hooks: what it saves
+stays, whatever the plan says, and a warning names it. The first forward finds out: the layer's forward starts and
+raises; everything that it changed is restored, and it runs again without hooks. Later forwards run it so at once.
+
+Cost: some microseconds for each wrapped module that is called, and one walk over each layer in the first forward. Not
+covered: what happens to a saved tensor (forward_pass.py); a layer that begins to use `torch.func` after its first
+forward, or that writes to its inputs before: it is refused by name once, and runs from then on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,22 +33,26 @@ from lowtide.core.plan import Plan
 from lowtide.core.rules import Rule, Rules, unmatched_error
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
-from lowtide.runtime.hooks.context import PlanContext
+from lowtide.runtime.hooks.context import LayerTable, PlanContext
+from lowtide.runtime.hooks.first_forward import warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.forward_pass import ForwardPass
-from lowtide.runtime.hooks.mismatch import warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.retained_inputs import retained_input_points
-from lowtide.runtime.hooks.table import LayerTable
-from lowtide.runtime.hooks.transforms import run_allowing_transforms
-from lowtide.runtime.saved.handle import open_handle
-from lowtide.runtime.saved.hook_stack import is_checkpoint_hook
+from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards
 from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in, refuse_compiled
+from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
     current_graph_task_id,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     top_saved_tensors_hooks,
+    tree_leaves,
+    version_of,
 )
+from lowtide.tensors.remembered import PLAIN
+from lowtide.tensors.snapshot import take
 
 Around = Callable[[Callable, tuple, dict], Any]
 
@@ -182,6 +193,7 @@ class PlannedForwards:
         context = self._context
         forward_pass = ForwardPass(context, layer)
         self._local.forward_pass = forward_pass
+        is_complete = False
         try:
             with (
                 forward_pass.logging(),
@@ -189,10 +201,10 @@ class PlannedForwards:
                 torch.autograd.graph.saved_tensors_hooks(forward_pass.pack_hook, open_handle),
             ):
                 output = _run(forward_pass, layer, forward, args, kwargs)
-            forward_pass.is_complete = True
+            is_complete = True
         finally:
             self._local.forward_pass = None
-            forward_pass.close()
+            forward_pass.close(is_complete=is_complete)
         context.counters.num_forwards += 1
         if self._unchecked and layer.tables:
             self._check_ops(is_whole=layer.name == "")
@@ -286,3 +298,76 @@ def foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
         "pair, so those would see nothing. Leave them out, enter them around single modules inside the model, or call "
         "tide.remove() first."
     )
+
+
+# -- layers that use torch.func ----------------------------------------------------------------------------------------
+
+
+_REFUSAL = "don't yet support saved tensor hooks"
+
+
+def run_allowing_transforms(
+    layer: LayerTable, hooked: Callable[..., Any], forward: Callable, given: tuple[tuple, dict]
+) -> Any:
+    """`hooked` on the arguments `given`, or `forward` where hooks are in the way.
+
+    Called inside hooks of ours, and no other.
+    """
+    args, kwargs = given
+    if layer.uses_transforms:
+        with _without_hooks():
+            return forward(*args, **kwargs)
+    go_back = _way_back(layer, given) if not layer.tables else None
+    try:
+        return hooked(*args, **kwargs)
+    except RuntimeError as error:
+        if _REFUSAL not in str(error):
+            raise
+        layer.uses_transforms = True
+        where = f"'{layer.name}'" if layer.name else "the model"
+        if go_back is None or not go_back():
+            raise RuntimeError(
+                f"lowtide: {where} used torch.func (grad, vjp, jacrev or hessian) in this forward, but not in its "
+                "first one, or only after it had written to its inputs or to a large buffer; PyTorch does not allow "
+                f"saved-tensor hooks around it. Run this step again: what {where} saves is left to plain autograd from "
+                "now on."
+            ) from error
+    warnings.warn(
+        f"lowtide: {where} uses torch.func (grad, vjp, jacrev or hessian), around which PyTorch allows no saved-tensor "
+        "hooks: what it saves stays on the device, whatever the plan says.",
+        stacklevel=2,
+    )
+    with _without_hooks():
+        return forward(*args, **kwargs)
+
+
+def _way_back(layer: LayerTable, given: tuple[tuple, dict]) -> Callable[[], bool]:
+    """What puts back all that a forward may change; False, and nothing is, if inputs or large buffers were written to:
+    these have no copies."""
+    leaves = tree_leaves(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    versions = [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
+    beside = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN]
+    state = take(layer.module, beside=beside or None, code=True)
+    random = RandomState(tensors)
+
+    def go_back() -> bool:
+        if state.lost() or any(version_of(tensor) != version for tensor, version in versions):
+            return False
+        state.restore()
+        random.set()
+        return True
+
+    return go_back
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Inside, the innermost saved-tensor hooks are switched off."""
+    hooks = top_saved_tensors_hooks()
+    assert hooks is not None
+    pop_saved_tensors_hooks()
+    try:
+        yield
+    finally:
+        push_saved_tensors_hooks(*hooks)

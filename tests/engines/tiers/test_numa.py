@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowtide.engines.tiers.host_limit import cpus_at, cpus_near, parse_cpu_list, stay_on
+from lowtide.engines.tiers.host_limit import cpus_at, cpus_near, num_nodes, parse_cpu_list, stay_on
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="CPUs are chosen on Linux only")
 DEVICE = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
@@ -42,6 +42,32 @@ def test_devices_without_an_address_are_left_alone(tmp_path: Path) -> None:
     assert cpus_at(SimpleNamespace(), tmp_path) is None
     assert cpus_at(DEVICE, tmp_path) is None
     assert cpus_near(torch.device("cpu"), tmp_path) is None
+
+
+ASCEND = SimpleNamespace(name="Ascend910B3", total_memory=64 << 30, cube_core_num=20, vector_core_num=40)
+"""What torch_npu tells of a device: no address."""
+SMI = """\
+#!/bin/sh
+[ "$*" = "info -t board -i 5" ] || exit 1
+echo "        NPU ID                         : 5"
+echo "        PCIe Bus Info                  : 0000:DC:01.0"
+"""
+
+
+def test_an_npu_is_found_by_what_npu_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    root = _system(tmp_path / "root", node="1\n", cpus=f"{mine[0]}\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cpus_at(ASCEND, root) is None  # nobody to ask
+    command = tmp_path / "npu-smi"
+    command.write_text(SMI)
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,5")
+    assert cpus_at(ASCEND, root, npu=1) == {mine[0]}
+    assert cpus_at(ASCEND, root, npu=0) is None  # it fails
+    assert cpus_at(ASCEND, root, npu=2) is None  # this process does not see so many
+    assert num_nodes(root) == 1 and num_nodes(tmp_path) == 0
 
 
 def test_lists_as_the_kernel_writes_them() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.runtime.hooks.classify import Parameters, Saved
+from lowtide.runtime.hooks.context import Parameters, Saved
 
 HOST = torch.device("cpu")
 

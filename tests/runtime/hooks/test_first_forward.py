@@ -8,9 +8,8 @@ from torch import nn
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.core.rules import Decision
-from lowtide.runtime.hooks.classify import Parameters, Saved
+from lowtide.runtime.hooks.context import LayerTable, Parameters, Saved
 from lowtide.runtime.hooks.first_forward import FirstForward
-from lowtide.runtime.hooks.table import LayerTable
 from tests.support.virtual_engine import virtual
 
 
