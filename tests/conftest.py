@@ -26,7 +26,6 @@ else:
     hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("default")
 
-_CARRY_OUT_PLANS = {"runtime", "pipeline", "examples", "adapters", "cli"}
 _PLAIN_DIRECTORIES = ("config", "core", "planner", "cli")
 
 # A process that has the stand-in device has it for good, so it is one of its own (tests/standin/test_standin.py).
@@ -82,15 +81,6 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _quick_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where plans are carried out they are solved for their budget alone, as those of large steps are; else a plan of
-    four layers takes seconds."""
-    is_about_carrying_out = _CARRY_OUT_PLANS & set(request.path.parts)
-    if is_about_carrying_out and request.node.get_closest_marker("extended") is None:
-        monkeypatch.setattr("lowtide.planner.space.WHOLE_ITEMS", 0)
 
 
 @pytest.fixture(autouse=True, scope="module")

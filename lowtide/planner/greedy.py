@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtide.core.fate import Fate
+from lowtide.planner.min_peak import first_of
 from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Link, Move, making_seconds, ways
 
@@ -29,7 +30,7 @@ def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: 
         for index, item in enumerate(items)
         if not item.is_retained_input and item.nbytes and (item.dies < item.reads[0] or Fate.KEEP not in item.fates)
     ]
-    fates = [_default(item.fates) for item in items]
+    fates = [first_of(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in items]
     must = [index for index in sites if Fate.KEEP not in items[index].fates]
     left = evict_bytes - sum(items[index].nbytes for index in must)
     cheapest: dict[int, Move] = {}
@@ -63,10 +64,6 @@ def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: 
             fates[index] = Fate.SWAP
             left -= items[index].nbytes
     return tuple(fates)
-
-
-def _default(fates: tuple[Fate, ...]) -> Fate:
-    return next(fate for fate in (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE) if fate in fates)
 
 
 class _Hidden:

@@ -16,6 +16,7 @@ Not covered: proving anything. Bounds come from relaxation.py.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import time
 from collections.abc import Iterator, Sequence
@@ -78,22 +79,28 @@ class Evaluator:
         self.deadline = deadline
         """On the clock of `time.perf_counter`."""
         self.num_plays = 0
+        self._plain_seconds = arrays.step.compute_seconds
 
     @property
     def is_late(self) -> bool:
         return time.perf_counter() > self.deadline
 
-    def play(self, fates: Sequence[Fate]) -> Outcome:
+    def play(self, fates: Sequence[Fate], beats: float = math.inf) -> Outcome:
         """No timing of copies needs less than the floor of the fates, so what is above the budget is not played.
 
         Seldom the timeline needs more than that floor (seen with two layers that run again and share their weights):
-        then the fates do not fit either.
+        then the fates do not fit either. `beats`: neither is played what takes as long as this with recomputing alone;
+        its outcome has these seconds and no timeline.
         """
         self.num_plays += 1
-        excess = self.excess(fates)
+        lifetimes = Lifetimes.of(self.arrays, fates)
+        excess = self._distance(lifetimes)[:2]
         if excess != (0, 0):
             return Outcome(fates=tuple(fates), excess=excess)
-        timeline = run(self.arrays, fates, self.link, budget_bytes=self.budget_bytes)
+        least = self._plain_seconds + float(lifetimes.made_seconds[lifetimes.is_made].sum())
+        if least >= beats:
+            return Outcome(fates=tuple(fates), excess=excess, seconds=least)
+        timeline = run(self.arrays, fates, self.link, budget_bytes=self.budget_bytes, lifetimes=lifetimes)
         if timeline.peak_bytes > self.budget_bytes:
             return Outcome(fates=tuple(fates), excess=(0, timeline.peak_bytes - self.budget_bytes))
         return Outcome(fates=tuple(fates), excess=excess, seconds=timeline.step_seconds, timeline=timeline)
@@ -108,7 +115,9 @@ class Evaluator:
 
     def distance(self, fates: Sequence[Fate]) -> tuple[int, int, int]:
         """The excess, and the bytes over the budget summed over all ticks, which decides among equals."""
-        lifetimes = Lifetimes.of(self.arrays, fates)
+        return self._distance(Lifetimes.of(self.arrays, fates))
+
+    def _distance(self, lifetimes: Lifetimes) -> tuple[int, int, int]:
         over = np.maximum(floor_curve(self.arrays, lifetimes) - self.budget_bytes, 0)
         host_bytes = int(self.arrays.nbytes[lifetimes.is_swapped].sum())
         missing = 0 if self.host_bytes is None else max(host_bytes - self.host_bytes, 0)
@@ -245,8 +254,9 @@ def improve(evaluator: Evaluator, start: Outcome, *, max_plays: int) -> Outcome:
             fates = list(best.fates)
             for index, fate in move:
                 fates[index] = fate
-            outcome = evaluator.play(fates)
-            if outcome.rank < (best.excess, best.seconds * (1 - 1e-9)):
+            wanted = (best.excess, best.seconds * (1 - 1e-9))
+            outcome = evaluator.play(fates, beats=wanted[1] if best.fits else math.inf)
+            if outcome.rank < wanted:
                 best = outcome
                 if len(best.fates) <= SMALL:
                     break  # pairs are many: single changes first again

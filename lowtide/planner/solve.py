@@ -43,6 +43,8 @@ GOOD_GAP = 1e-3
 """Nobody measures a step this well; looking further is not worth the time."""
 _LP_GAP = 5e-3
 """Good enough to spare more than a handful of items the exact program."""
+_WHOLE_ITEMS = 30
+"""Up to as many, the program is solved exactly too: beyond, it takes seconds and seldom finds more."""
 _ROUNDS = 4
 _RESERVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
@@ -211,7 +213,7 @@ def _programmed(evaluator: Evaluator, pool: list[Outcome], tell: Progress, beats
             break  # a larger reserve costs more than rounding does
     best = _polished(evaluator, pool, bound)
     how += " + search" if best.rank < _least(pool).rank else ""
-    if len(step.items) > WHOLE_ITEMS or _is_good(best, bound, GOOD_GAP if len(step.items) <= SMALL else _LP_GAP):
+    if len(step.items) > _WHOLE_ITEMS or _is_good(best, bound, GOOD_GAP if len(step.items) <= SMALL else _LP_GAP):
         return bound, how, best
     tell("looking for the exact optimum")
     overhead = max(bound - step.compute_seconds, 1e-12)

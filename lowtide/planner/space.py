@@ -11,21 +11,22 @@ The ways of a step, whatever the budget is:
 - with the optimizer's state on the device, and with shares of it moving as `memory.optimizer` allows.
 
 Why budgets are rounded: search is not exact, so that one for a larger budget could find a slower plan. Each way has a
-row of *limits*, from its floor to its peak with everything kept, that do not depend on the budget. Plans are made for
-limits alone, and the fastest of those below the budget is taken: a larger budget chooses among more of them. From the
-budget downward limits are looked at as long as the solver's bound leaves a chance for a faster plan. Steps of many
-items, for which the solver takes seconds, are solved for the budget itself: they are within half a percent of their
-bound, and so is what a larger budget could lose.
+row of *limits*, from its floor to its peak with everything kept, that do not depend on the budget. The solver is asked
+for these alone; between two of them stand three plans more, that of the upper limit with what is cheapest for its bytes
+taken off. The fastest plan of the limits within the budget is taken: a larger budget chooses among more of them. From
+the budget downward limits are looked at as long as the solver's bound leaves a chance for a faster plan, so mostly two.
+This is so for steps of any size.
 
 The floor is the smallest floor of any way; a plan exists from there on. The bound is the least of the ways that could
 be faster, by the linear program for the budget itself.
 
-Cost: two solutions a way for one budget as a rule, and a floor. Everything is remembered, so that other budgets of the
-same step cost little. Not covered: sets of layers other than the first so many.
+Cost: two solutions a way for one budget as a rule, seventeen at most, and a floor. Everything is remembered, so that
+other budgets of the same step cost little. Not covered: sets of layers other than the first so many.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -37,8 +38,8 @@ from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.by_rules import NO_OTHER, layers_by_rule, problem_of
-from lowtide.planner.local_search import Evaluator, Fates, Outcome
-from lowtide.planner.min_peak import WHOLE_ITEMS, first_of, quick_floor
+from lowtide.planner.local_search import Evaluator, Fates, Outcome, repair
+from lowtide.planner.min_peak import first_of, quick_floor
 from lowtide.planner.problem import Problem, state_bytes, stored_form
 from lowtide.planner.rerun_layers import call_seconds, can_rerun
 from lowtide.planner.solve import BEATEN, bound_of, floor, refusal, solve
@@ -50,9 +51,12 @@ from lowtide.timeline.step import Link
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
 
-_NUM_LIMITS = 32
-_CURVE = 1.5
+_NUM_SPANS = 16
+"""Between limits for which the solver is asked."""
+_CURVE = 2.0
 """Limits are closer where memory is short, and times change most: shares of the way up, to this power."""
+_NUM_PARTS = 4
+"""Of the span between two limits."""
 _CHECK_SHARE = 0.005
 """A check that costs less than this share of the step is not worth another plan."""
 _LAUNCH_SECONDS = 8e-6
@@ -110,6 +114,17 @@ class Question:
         own_bytes = int(plain_curve(plain.step).max()) - state_bytes(self.profile, has_gradients=self.has_gradients)
         return self.link.page_fault_seconds_per_byte * max(0, own_bytes)
 
+    @property
+    def with_recipes(self) -> tuple[bool, ...]:
+        """Whether to plan with them; both where proving them has a price."""
+        has_price = self.check_seconds > _CHECK_SHARE * self.seconds
+        return (True, False) if has_price and self.config.recomputes_freely else (True,)
+
+    @property
+    def with_swap(self) -> tuple[bool, ...]:
+        """Whether to plan with swapping; both where it has a price of its own."""
+        return (True, False) if self.page_fault_seconds > 0 and self.config.swaps_freely else (True,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -166,6 +181,7 @@ class Way:
         """No plan of it is faster."""
         self._outcomes: dict[int, Outcome | None] = {}
         self._bounds: dict[int, float] = {}
+        self._parts: dict[tuple[int, int], Outcome | None] = {}
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -208,65 +224,93 @@ class Way:
 
     @functools.cached_property
     def limits(self) -> tuple[int, ...]:
-        """Bytes, from its floor upward. The last has room for everything. Empty where the solver takes long."""
-        low, high = self.floor[0], self.kept[0]
-        shares = ((number / _NUM_LIMITS) ** _CURVE for number in range(_NUM_LIMITS))
-        if len(self.problem.step.items) > WHOLE_ITEMS:
-            return ()
-        return (*(low + int((high - low) * share) for share in shares), high) if low < high else (low,)
+        """Bytes, from its floor upward. The last has room for everything."""
+        low = self.floor[0]
+        room = max(0, self.kept[0] - low)
+        shares = ((number / _NUM_SPANS) ** _CURVE for number in range(_NUM_SPANS + 1))
+        return tuple(dict.fromkeys(low + int(room * share) for share in shares))
 
     def _evaluator(self, limit_bytes: int) -> Evaluator:
         return Evaluator(self._arrays, self.question.link, limit_bytes, self.host_bytes)
 
-    def _found(self, outcome: Outcome, limit_bytes: int) -> Found:
-        """The same with what it costs beside its timeline."""
+    def _found(self, outcome: Outcome, limit_bytes: int, *, pays: bool = True) -> Found:
+        """The same with what it costs beside its timeline. `pays`: also what its way has a price for and it may not
+        have, for that is another way's: else a larger budget, for which this one was not tried, could be slower."""
         assert outcome.timeline is not None
         question, problem = self.question, self.problem
-        swaps = Fate.SWAP in split(problem, outcome.fates)[0]
+        has_recipes = _has_recipes(problem, outcome.fates) or (pays and self._pays_for_recipes)
+        swaps = Fate.SWAP in split(problem, outcome.fates)[0] or (pays and self._pays_for_swaps)
         return Found(
             way=self,
             fates=outcome.fates,
             timeline=outcome.timeline,
             limit_bytes=limit_bytes,
-            check_seconds=question.check_seconds if _has_recipes(problem, outcome.fates) else 0.0,
+            check_seconds=question.check_seconds if has_recipes else 0.0,
             page_fault_seconds=question.page_fault_seconds if swaps else 0.0,
         )
 
     def all_kept(self) -> Found | None:
         """With all kept that may be."""
         outcome = self._evaluator(self.kept[0]).play(self.kept[1])
-        return self._found(outcome, self.kept[0]) if outcome.fits else None
+        return self._found(outcome, self.kept[0], pays=False) if outcome.fits else None
 
     def within(self, budget_bytes: int, is_bounded: bool, least: Callable[[], float]) -> Iterator[Found]:
         """Plans within the budget, as long as there may be a faster one than `least()` seconds says.
 
         `is_bounded`: no plan is faster than its program says.
         """
-        if self.floor[0] > budget_bytes:
-            return
-        limits = [limit for limit in self.limits if limit <= budget_bytes] or [min(budget_bytes, self.kept[0])]
-        for limit in reversed(limits):
-            outcome = self._outcome(limit, least() if is_bounded else math.inf)
-            if outcome is not None:
-                yield self._found(outcome, limit)
-            bound = self._bounds.get(limit, 0.0) if is_bounded else 0.0
-            if least() <= max(bound, self.least_seconds):
-                return  # below this limit nothing is faster
+        number, last = bisect.bisect_right(self.limits, budget_bytes) - 1, len(self.limits) - 1
+        if number == last:
+            yield from self._founds(self._outcome(last, least() if is_bounded else math.inf), last)
+        for upper in range(min(number + 1, last), 0, -1):
+            if is_bounded:
+                self._outcome(upper, least())
+                if least() <= max(self._bounds.get(upper, 0.0) + self._price_seconds, self.least_seconds):
+                    return  # below this limit nothing is faster
+            for part in range(_NUM_PARTS):
+                if self._limit(upper - 1, part) <= budget_bytes:
+                    yield from self._founds(self._part(upper - 1, part), upper - 1, part)
 
-    def _outcome(self, limit: int, beats: float) -> Outcome | None:
+    def _limit(self, number: int, part: int = 0) -> int:
+        """Bytes: a limit, and so many parts of what it is to the next one."""
+        low, high = self.limits[number], self.limits[min(number + 1, len(self.limits) - 1)]
+        return low + (high - low) * part // _NUM_PARTS
+
+    def _founds(self, outcome: Outcome | None, number: int, part: int = 0) -> Iterator[Found]:
+        """What came of a limit, if anything."""
+        if outcome is not None:
+            yield self._found(outcome, self._limit(number, part))
+
+    def _part(self, number: int, part: int) -> Outcome | None:
+        """The plan of a limit; between limits that of the next one, with what is cheapest for its bytes taken off."""
+        if not part:
+            return self._outcome(number, math.inf)
+        if (number, part) not in self._parts:
+            above = self._outcome(number + 1, math.inf)
+            limit = self._limit(number, part)
+            self._parts[number, part] = None if above is None else self._repaired(above.fates, limit)
+        return self._parts[number, part]
+
+    def _repaired(self, fates: Fates, limit: int) -> Outcome | None:
+        """The fates, changed until they fit the limit; None where they do not."""
+        evaluator = self._evaluator(limit)
+        fates = repair(evaluator, fates)
+        outcome = evaluator.play(fates if self.shares is None else in_order(self.problem, fates))
+        return outcome if outcome.fits else None
+
+    def _outcome(self, number: int, beats: float) -> Outcome | None:
         """The plan for a limit; None where there is none, or none that is faster than `beats` seconds."""
-        if limit in self._outcomes or self._bounds.get(limit, 0.0) >= beats:
-            return self._outcomes.get(limit)
-        question = self.question
+        if number in self._outcomes or self._bounds.get(number, 0.0) + self._price_seconds >= beats:
+            return self._outcomes.get(number)
+        question, limit = self.question, self.limits[number]
         how: Any = {"host_bytes": self.host_bytes, "time_limit_seconds": question.time_limit_seconds}
+        how |= {"with_suggestions": False, "low": self.floor, "beats": beats - self._price_seconds}
         try:
-            solution = solve(
-                self.problem.step, question.link, limit, **how, with_suggestions=False, low=self.floor, beats=beats
-            )
+            solution = solve(self.problem.step, question.link, limit, **how)
         except BudgetError:
-            self._outcomes[limit] = None
+            self._outcomes[number] = None
             return None
-        self._bounds[limit] = solution.bound_seconds
+        self._bounds[number] = solution.bound_seconds
         if solution.how == BEATEN:
             return None
         outcome = Outcome(
@@ -275,8 +319,27 @@ class Way:
         if self.shares is not None:
             ordered = self._evaluator(limit).play(in_order(self.problem, solution.fates))
             outcome = ordered if ordered.fits and ordered.seconds <= outcome.seconds else outcome
-        self._outcomes[limit] = outcome
+        self._outcomes[number] = outcome
         return outcome
+
+    @property
+    def swap_price_seconds(self) -> float:
+        """What each plan of it takes beside its program for memory that is taken again."""
+        return self.question.page_fault_seconds if self.must_swap or self._pays_for_swaps else 0.0
+
+    @functools.cached_property
+    def _price_seconds(self) -> float:
+        """The same with what recipes cost to prove."""
+        return self.swap_price_seconds + (self.question.check_seconds if self._pays_for_recipes else 0.0)
+
+    @property
+    def _pays_for_recipes(self) -> bool:
+        """What is planned without them is a way of its own."""
+        return self.has_recipes and len(self.question.with_recipes) > 1
+
+    @property
+    def _pays_for_swaps(self) -> bool:
+        return self.may_swap and len(self.question.with_swap) > 1
 
     @property
     def must_swap(self) -> bool:
@@ -309,20 +372,9 @@ class Space:
             Way(question, self._first(number), shares, has_recipes=has_recipes, swaps=swaps)
             for number in numbers
             for shares in question.shares
-            for has_recipes in self._with_recipes
-            for swaps in self._with_swap
+            for has_recipes in question.with_recipes
+            for swaps in question.with_swap
         ]
-
-    @property
-    def _with_recipes(self) -> tuple[bool, ...]:
-        question = self.question
-        has_price = question.check_seconds > _CHECK_SHARE * question.seconds
-        return (True, False) if has_price and question.config.recomputes_freely else (True,)
-
-    @property
-    def _with_swap(self) -> tuple[bool, ...]:
-        question = self.question
-        return (True, False) if question.page_fault_seconds > 0 and question.config.swaps_freely else (True,)
 
     def _first(self, number: int) -> tuple[str, ...]:
         return (*self._forced, *self._more[:number])
@@ -416,10 +468,7 @@ class Space:
                 continue
             if way.may_swap and way.floor[0] > budget_bytes:
                 continue
-            # What is planned without swapping is a way of its own; the others pay for memory that is taken again.
-            pays = way.must_swap or (way.may_swap and len(self._with_swap) > 1)
-            price = self.question.page_fault_seconds if pays else 0.0
-            seconds = min(seconds, way.bound_seconds(budget_bytes) + price)
+            seconds = min(seconds, way.bound_seconds(budget_bytes) + way.swap_price_seconds)
         return seconds
 
     @property

@@ -97,13 +97,15 @@ def run(
     prefetch_at: Ticks | None = None,
     slack: float = SLACK,
     with_events: bool = False,
+    lifetimes: Lifetimes | None = None,
 ) -> Timeline:
     """Play one step. A budget that cannot be kept raises nothing: `peak_bytes` is then larger.
 
-    `evict_by` and `prefetch_at`, one entry for each item, fix what is chosen otherwise.
+    `evict_by` and `prefetch_at`, one entry for each item, fix what is chosen otherwise. `lifetimes`: of these fates,
+    if they are known.
     """
     arrays = StepArrays.of(step)
-    lifetimes = Lifetimes.of(arrays, fates)
+    lifetimes = lifetimes or Lifetimes.of(arrays, fates)
     clock = _Clock(arrays, lifetimes, link, slack, with_events)
     curve = floor_curve(arrays, lifetimes)
     swapped = clock.swapped

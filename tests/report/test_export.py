@@ -64,7 +64,7 @@ def _plan(profile: Profile, mib: int, **memory: Any) -> Plan:
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "roomy": (4096, {}),
-    "swaps": (1350, {}),
+    "swaps": (1340, {}),
     "makes_and_swaps": (1470, {"recompute": ("layers.0.mlp.act_fn",), "swap": (SwapRule(match="layers.*.self_attn"),)}),
     "least": (600, {}),
 }

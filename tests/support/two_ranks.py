@@ -18,8 +18,6 @@ from typing import Any
 from tests.support import processes
 from tests.support.processes import Process
 
-_QUICK_PLANS = "import lowtide.planner.space\nlowtide.planner.space.WHOLE_ITEMS = 0\n"
-"""As in the process of the tests: see conftest.py."""
 Job = tuple[str, dict[str, Any]]
 """Name of a function of the module, and keyword arguments beside `rank`. It gives back what can be pickled."""
 
@@ -57,7 +55,6 @@ def _rank(rank: int, *, num_ranks: int, folder: str, module: str, jobs: list[Job
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store, timeout = f"file://{folder}/store", datetime.timedelta(seconds=120)
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
-    exec(_QUICK_PLANS, {})
     functions = importlib.import_module(module)
     for number, (name, arguments) in enumerate(jobs):
         try:
@@ -80,7 +77,7 @@ def start(code: str, folder: Path, num_ranks: int = 2) -> list[Process]:
         "MORE_PORTS": " ".join(more_ports),
     }
     return [
-        processes.start(_QUICK_PLANS + code, folder, name=str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **group)
+        processes.start(code, folder, name=str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **group)
         for rank in range(num_ranks)
     ]
 
