@@ -32,7 +32,7 @@ FLOORS = (
     ("runtime/hooks",),
     ("runtime/session",),
     ("runtime/autopilot",),
-    ("pipeline", "mindformers", "report"),
+    ("pipeline", "mindformers", "report", "weights"),
     ("cluster",),
     ("the public surface",),
     ("cli", "adapters"),
@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_853,
-    "files": 282,
-    "classes": 558,
+    "lines": 60_080,
+    "files": 284,
+    "classes": 569,
     "files that one other file imports": 47,
     "classes with more than 15 attributes": 26,
     "class names that several classes have": 18,

@@ -26,6 +26,8 @@ from lowtide.tensors.private import (
 )
 from lowtide.tensors.wrappers import inside
 
+WEIGHTS_ATTRIBUTE = "lowtide_weights"
+"""Attribute of a model whose weights come and go: its `hold` gives handles on saved tensors that show one."""
 PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 
 # A cast or a view of a parameter is a few nodes away from its accumulator, never more.

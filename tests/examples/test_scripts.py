@@ -19,6 +19,7 @@ ALONE = {
     "with_accelerate": "",
     "with_unet": "of a budget of 8.0 MiB",
     "with_mindspore_yaml": "recomputed: mlp",
+    "with_weights_elsewhere": "of a budget of 12.0 MiB",
     "notebook": "step 3: loss ",
 }
 """Name -> what it prints."""

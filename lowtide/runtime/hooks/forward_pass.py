@@ -43,7 +43,7 @@ from lowtide.runtime.recompute.recipe_sources import Made, OffloadedSource, Reco
 from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.wrapped import Wrapped
 from lowtide.tensors.compiled import never_compiled, without
-from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, storage_key_set
+from lowtide.tensors.kinds import PLAIN_TYPES, WEIGHTS_ATTRIBUTE, is_plain, ordered_storage_keys, storage_key_set
 from lowtide.tensors.private import (
     DisableTorchDispatch,
     disable_current_modes,
@@ -82,6 +82,8 @@ class ForwardPass:
         self.recording: list[SavedTensorEntry] = []
         self.departures = Departures(context.scheduler)
         self.parameters = Parameters(context.model)
+        self.weights = vars(context.model).get(WEIGHTS_ATTRIBUTE)
+        """Knows the weights that come and go; None where all stay."""
         self.first = FirstForward(context, self.parameters)
         self.regions = Regions(context, self.first, self.parameters)
         self.log: OperatorLog | None = None
@@ -279,7 +281,7 @@ class ForwardPass:
             return self._rerun(saved)
         return self._keep(saved, is_counted=entry.is_counted)
 
-    def _keep(self, saved: Saved, *, is_counted: bool) -> Kept:
+    def _keep(self, saved: Saved, *, is_counted: bool) -> Any:
         """`is_counted`: the first tensor of a storage that is an activation."""
         guard = self.context.guard
         if guard is None or not saved.is_movable:
@@ -290,7 +292,9 @@ class ForwardPass:
             return guard.keep(saved.tensor, self.queue, self.follower)
         return guard.view(saved.tensor, self.follower) or self._hold(saved.tensor, is_counted=False)
 
-    def _hold(self, tensor: torch.Tensor, *, is_counted: bool) -> Kept:
+    def _hold(self, tensor: torch.Tensor, *, is_counted: bool) -> Any:
+        if self.weights is not None and not is_counted and (weight := self.weights.hold(tensor)) is not None:
+            return weight
         kept = Kept(tensor, self.follower if self.queue.has_distances else None)
         if is_counted:
             nbytes = tensor.untyped_storage().nbytes()

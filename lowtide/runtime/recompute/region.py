@@ -192,7 +192,15 @@ class RegionRun:
         state, inputs = self.state, self.call.tensors
         stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
         unpack = self._unpack(functools.partial(hooks[1], hooks[0](marker)))
-        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, unpack=unpack)
+        saves = FirstSaves(
+            self.dropped,
+            self.fingerprints,
+            inputs,
+            state.path,
+            state.flow,
+            unpack=unpack,
+            lets_weights_go=self.watch.weights is not None,
+        )
         with saves, self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
         if state.keep_path(saves.learned()):
