@@ -42,6 +42,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
+from lowtide.errors import TierFull
 from lowtide.tensors.private import disable_current_modes, storage_key, version_of
 from lowtide.tensors.view import Shape, byte_view
 
@@ -140,6 +141,8 @@ class WeightMoves:
         """The bytes in each slot as a tensor of main memory. Right while no copy is under way."""
         self.open: list[tuple[Movable, ...]] = []
         """What must stay: of the uses that have begun and not ended."""
+        self.expected: tuple[Movable, ...] = ()
+        """Gradients that compute is about to make: room is left for them."""
         self.lock = threading.RLock()
         self._tiers = tiers
         self._here: dict[Movable, None] = {}
@@ -147,7 +150,8 @@ class WeightMoves:
         self._leaving: deque[Movable] = deque()
         self._uses: dict[Hashable, tuple[Movable, ...]] = {}
         self._next: dict[Hashable, Hashable] = {}
-        self._last: Hashable = None
+        self.last: Hashable = None
+        """The name of the use that began last."""
         self._distance: dict[Movable, int] = {}
         """How many uses away the next use of an item is."""
 
@@ -156,16 +160,10 @@ class WeightMoves:
     def place(self, item: Movable) -> None:
         """Reserve the item's place on a slower tier. Raises `TierFull` where none has room."""
         assert item.slot is None
-        error: BaseException | None = None
         for tier in self._tiers:
-            try:
+            with contextlib.suppress(*(() if tier == self._tiers[-1] else (TierFull,))):
                 item.slot, view = self.engine.allocate_visible(item.nbytes, tier)
                 break
-            except Exception as failed:
-                error = failed
-        else:
-            assert error is not None
-            raise error
         with quiet():
             start = int(view.storage_offset())
             self.hosts[item] = item.away = item.shape.over(view.untyped_storage()[start : start + item.nbytes])
@@ -233,23 +231,25 @@ class WeightMoves:
         finally:
             self.open.remove(needed)
 
-    @property
-    def last(self) -> Hashable:
-        """The name of the use that began last."""
-        return self._last
-
     def bring(self, items: Iterable[Movable]) -> None:
         """Have these items on the device, out of turn."""
         with self.lock, quiet():
             self._bring(tuple(items))
 
-    def use(self, key: Hashable, items: Iterable[Movable]) -> None:
-        """Have these items on the device: a use of the name `key` begins. The next ones are fetched ahead."""
+    @property
+    def _taken_bytes(self) -> int:
+        """What is on the device, and what is about to be made there."""
+        return self.here_bytes + sum(item.nbytes for item in self.expected if item.buffer is None)
+
+    def use(self, key: Hashable, items: Iterable[Movable], expected: tuple[Movable, ...] = ()) -> None:
+        """Have these items on the device: a use of the name `key` begins. The next ones are fetched ahead. `expected`:
+        gradients that it will make."""
         with self.lock, quiet():
-            if key != self._last:
-                if self._last is not None:
-                    self._next[self._last] = key
-                self._last = key
+            self.expected = expected
+            if key != self.last:
+                if self.last is not None:
+                    self._next[self.last] = key
+                self.last = key
             self._uses[key] = needed = tuple(items)
             self._look_ahead(key)
             self.retire(False)
@@ -315,32 +315,32 @@ class WeightMoves:
 
     def _has_room(self, nbytes: int, needed: set[Movable], distance: int) -> bool:
         """Whether so many bytes find room, without waiting, where what is used later than at `distance` may go."""
-        if self.here_bytes + nbytes <= self.window_bytes:
+        if self._taken_bytes + nbytes <= self.window_bytes:
             return True
         needed = needed.union(*self.open)
         later = [i for i in self._here if i not in needed and self._distance.get(i, _NEVER) > distance]
         clean = [item for item in later if item.is_here and item.leaving is None and item.is_clean]
-        if self.here_bytes + nbytes - sum(item.nbytes for item in clean) > self.window_bytes:
+        if self._taken_bytes + nbytes - sum(item.nbytes for item in clean) > self.window_bytes:
             return False
         self._make_room(nbytes, needed, clean)
-        return self.here_bytes + nbytes <= self.window_bytes
+        return self._taken_bytes + nbytes <= self.window_bytes
 
     def _make_room(self, nbytes: int, needed: set[Movable], among: list[Movable] | None = None) -> None:
         """Send away what is used last until there is room for so many bytes."""
-        if self.here_bytes + nbytes <= self.window_bytes:
+        if self._taken_bytes + nbytes <= self.window_bytes:
             return
         needed = needed.union(*self.open)
         candidates = [item for item in self._here if item not in needed] if among is None else among
         candidates.sort(key=lambda item: -self._distance.get(item, _NEVER))
         leaving: list[Movable] = []
         for item in candidates:
-            if self.here_bytes + nbytes - sum(i.nbytes for i in leaving) <= self.window_bytes:
+            if self._taken_bytes + nbytes - sum(i.nbytes for i in leaving) <= self.window_bytes:
                 break
             self._arrive(item)
             self.leave(item)
             if item.buffer is not None:
                 leaving.append(item)
-        if self.here_bytes + nbytes > self.window_bytes:
+        if self._taken_bytes + nbytes > self.window_bytes:
             self.retire(True)
 
     # -- in ------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.engines.base import EngineChoice
+from lowtide.engines.host import IDLE_BUFFER_BYTES
+from lowtide.engines.tiers.disk import CHUNK_BYTES
+from lowtide.engines.tiers.host_buffers import HEAP_SLACK_BYTES
 from lowtide.errors import ConfigError, TierFull
 from lowtide.optimizer.buckets import LEAST_BYTES
 from lowtide.optimizer.requests import check_names, engine_for, tiers_from
@@ -71,6 +74,8 @@ _BUCKET_SHARE = 16
 _MOST_BUCKET_BYTES = 128 * MIB
 _BUCKETS = 4
 """Three buckets of state on the device, and temporaries of the update of one."""
+_HOST_BYTES = HEAP_SLACK_BYTES + IDLE_BUFFER_BYTES + 2 * CHUNK_BYTES
+"""Resident memory of the host engine beside what it holds; of a small budget a quarter is set aside for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,38 +176,40 @@ def swap_weights(
     found = bare(optimizer) if optimizer is not None else None
     _check(model, found, update)
     check_names(tier, "auto")
-    parts = _parts_of(model)
-    least, movable, staying = parse_bytes(min_bytes), [], []
-    counts = Counter(storage_key(p.untyped_storage()) for p in model.parameters() if is_plain(p))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    units = [_Unit(name, module, []) for name, module in parts.items()]
-    item_of: dict[nn.Parameter, Movable] = {}
-    for unit in units:
-        for parameter in unit.module.parameters():
-            if parameter not in item_of and _can_move(parameter, least, counts):
-                item_of[parameter] = Movable(names[parameter], parameter, is_gradient=False)
-            if parameter in item_of:
-                unit.items.append(item_of[parameter])
-    movable = [unit for unit in units if unit.items]
+    least = parse_bytes(min_bytes)
+    movable = _units_of(model, least)
     if not movable:
         raise ConfigError(
             f"{_CALL}: {type(model).__name__} has no weights of {format_bytes(least)} and more that could move; give "
             "a smaller min_bytes"
         )
-    sizes = _sizes(movable, budget, update if found is not None else "none")
-    staying = sizes.staying
+    parameters = [item.parameter for unit in movable for item in unit.items]
+    device = parameters[0].device
+    mode = update if found is not None else "none"
+    window_bytes, bucket_bytes, staying = _sizes(movable, budget, mode, is_host=device.type == "cpu")
     movable = [unit for unit in movable if unit not in staying]
-    device = next(iter(item_of)).device
-    chosen = engine_for(engine, torch.optim.SGD(list(item_of), lr=0.0), tier)
+    chosen = engine_for(engine, torch.optim.SGD(parameters[:1], lr=0.0), tier)
     moves = WeightMoves(chosen, device, tiers_from(chosen, tier))
-    moves.window_bytes = sizes.window_bytes
+    moves.window_bytes = window_bytes
     swap = WeightSwap(model, movable, moves, closes_engine=chosen is not engine)
     try:
-        swap.attach(found, update, sizes.bucket_bytes)
+        swap.attach(found, update, bucket_bytes)
     except BaseException:
         swap.remove()
         raise
     return swap
+
+
+def _units_of(model: nn.Module, least_bytes: int) -> list[_Unit]:
+    """The parts of a model with the weights in them that can move; a tied one is in several."""
+    counts = Counter(storage_key(p.untyped_storage()) for p in model.parameters() if is_plain(p))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    item_of = {p: Movable(names[p], p, is_gradient=False) for p in names if _can_move(p, least_bytes, counts)}
+    units = [
+        _Unit(name, module, [item_of[p] for p in module.parameters() if p in item_of])
+        for name, module in _parts_of(model).items()
+    ]
+    return [unit for unit in units if unit.items]
 
 
 def _check(model: Any, optimizer: Any, update: str) -> None:
@@ -210,6 +217,15 @@ def _check(model: Any, optimizer: Any, update: str) -> None:
         raise ConfigError(f"{_CALL}: model= takes a torch.nn.Module, not {type(model).__name__}")
     if update not in UPDATES:
         raise ConfigError(f"{_CALL}: update '{update}' is none of {', '.join(UPDATES)}")
+    _check_model(model)
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if optimizer is None and trained:
+        raise ConfigError(f"{_CALL}: optimizer= is missing, and {type(model).__name__} has weights that are trained")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{_CALL}: optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
+def _check_model(model: nn.Module) -> None:
     if fsdp_modules(model) or any(is_distributed(parameter) for parameter in model.parameters()):
         raise ConfigError(
             f"{_CALL}: {type(model).__name__} is sharded by FSDP2 (fully_shard), which moves weights itself; swap the "
@@ -232,16 +248,9 @@ def _check(model: Any, optimizer: Any, update: str) -> None:
     if compiled is not None:
         raise ConfigError(f"{_CALL}: '{compiled}' is compiled, and compiled code holds its weights; do not compile it")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) != 1:
-        where = "no parameters" if not devices else f"parameters on {' and '.join(devices)}"
-        raise ConfigError(f"{_CALL}: {type(model).__name__} has {where}; it must have all of them on one device")
-    if devices == ["meta"]:
-        raise ConfigError(f"{_CALL}: the parameters have no memory yet (device 'meta'); fill the model first")
-    trained = any(parameter.requires_grad for parameter in model.parameters())
-    if optimizer is None and trained:
-        raise ConfigError(f"{_CALL}: optimizer= is missing, and {type(model).__name__} has weights that are trained")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{_CALL}: optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if len(devices) != 1 or devices == ["meta"]:
+        where = f"parameters on {' and '.join(devices)}" if devices else "no parameters"
+        raise ConfigError(f"{_CALL}: {type(model).__name__} has {where}; all must be on one device, with memory")
 
 
 def _parts_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -273,29 +282,23 @@ def _can_move(parameter: nn.Parameter, least_bytes: int, counts: Counter) -> boo
     return is_alone and counts[storage_key(storage)] == 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """How a budget is dealt out."""
-
-    window_bytes: int
-    bucket_bytes: int | None
-    """Of optimizer state; None: as `swap_optimizer` chooses."""
-    staying: list[_Unit]
-
-
-def _sizes(units: list[_Unit], budget: int | str | None, update: str) -> _Sizes:
-    """Deal out a budget. Raises ConfigError where it is too small."""
+def _sizes(
+    units: list[_Unit], budget: int | str | None, update: str, *, is_host: bool
+) -> tuple[int, int | None, list[_Unit]]:
+    """Deal out a budget: the window, the bucket of optimizer state (None: as `swap_optimizer` chooses), and the parts
+    that stay. Raises ConfigError where it is too small."""
     largest = max(unit.nbytes for unit in units)
     # In backward a layer's weights and gradients are there, and the weights of the next one arrive.
     factor = 2 if update == "step" else 1
     least = (factor + 1) * largest
     in_flight = 2 * largest if update == "in_backward" else 0
     if budget is None:
-        return _Sizes(window_bytes=least, bucket_bytes=None, staying=[])
+        return least, None, []
     try:
         total = parse_bytes(budget)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{_CALL}: budget: {error}") from error
+    asked, total = total, total - min(total // 4, _HOST_BYTES) * is_host
     bucket = 0
     if update != "none":
         bucket = min(max(total // _BUCKET_SHARE, LEAST_BYTES), _MOST_BUCKET_BYTES)
@@ -304,21 +307,22 @@ def _sizes(units: list[_Unit], budget: int | str | None, update: str) -> _Sizes:
         floor = least + in_flight
         needed = floor + _BUCKETS * max(floor // (_BUCKET_SHARE - _BUCKETS) + 1, LEAST_BYTES)
         needed = needed if bucket else floor
+        needed += min(needed // 3 + 1, _HOST_BYTES) * is_host
         raise ConfigError(
-            f"{_CALL}: budget {format_bytes(total)} is too small: the largest part that moves at once has "
+            f"{_CALL}: budget {format_bytes(asked)} is too small: the largest part that moves at once has "
             f"{format_bytes(largest)} of weights, and with its gradients, the next part and the optimizer's state "
             f"{format_bytes(needed)} are needed; give at least that"
         )
     staying: list[_Unit] = []
     spare = window - 2 * max(least, bucket)  # at most two bytes of weights and gradients to one of state, in an update
     if sum(unit.nbytes for unit in units) * factor <= window:
-        return _Sizes(window_bytes=window, bucket_bytes=bucket or None, staying=units)
+        return window, bucket or None, units
     for unit in units:
         if unit.nbytes * factor <= spare:
             spare -= unit.nbytes * factor
             window -= unit.nbytes * factor
             staying.append(unit)
-    return _Sizes(window_bytes=window, bucket_bytes=bucket or None, staying=staying)
+    return window, bucket or None, staying
 
 
 class WeightSwap:
@@ -361,6 +365,7 @@ class WeightSwap:
             moves.leave(item)
             moves.retire(True)
         self._put_on_hooks(optimizer)
+        moves.engine.forget_free_memory()  # what the weights took
 
     def _place_all(self, stepped: set[torch.Tensor]) -> None:
         wanted = sum(item.nbytes * (2 if parameter in stepped else 1) for parameter, item in self.weights.items())
@@ -404,11 +409,6 @@ class WeightSwap:
             undo.append(optimizer.register_step_post_hook(lambda *_: self.flush()).remove)
         vars(self.model)[WEIGHTS_ATTRIBUTE] = _Mark(self)
         undo.append(lambda: vars(self.model).pop(WEIGHTS_ATTRIBUTE, None))
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the swap is in force."""
-        return WEIGHTS_ATTRIBUTE in vars(self.model)
 
     def remove(self) -> None:
         """Bring weights and gradients back to the device, in plain tensors, and leave the model and its optimizer as
@@ -477,7 +477,8 @@ class WeightSwap:
         key = ("backward", unit.name)
         if self._moves.last != key:
             away = [item for item in unit.gradients if item.is_away]
-            self._moves.use(key, [*unit.items, *away])
+            new = tuple(item for item in unit.gradients if item.tensor is None)
+            self._moves.use(key, [*unit.items, *away], new)
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
@@ -500,7 +501,7 @@ class WeightSwap:
         return saved_tensors_hooks(pack_beside, open_handle)
 
     def _pack_alone(self, tensor: torch.Tensor) -> Any:
-        return self.hold(tensor) or (Kept(tensor) if type(tensor) in PLAIN_TYPES else _AsItIs(tensor))
+        return self.hold(tensor) or Kept(tensor)
 
     def hold(self, tensor: torch.Tensor) -> HeldWeight | None:
         """A handle on a saved tensor that shows a swapped weight; None for any other."""
@@ -621,18 +622,6 @@ class WeightSwap:
             f"(window {format_bytes(stats.window_bytes)}); {format_bytes(stats.fetched_bytes)} fetched, "
             f"{format_bytes(stats.sent_bytes)} sent, {stats.stall_seconds:.3f} s waited"
         )
-
-
-class _AsItIs:
-    """A saved tensor of a kind that has no version of its own."""
-
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-
-    def open(self) -> torch.Tensor:
-        return self._tensor
 
 
 def _hook(swap: WeightSwap, subject: Any, call: Callable[[WeightSwap, Any], None]) -> Callable[..., None]:
