@@ -1,20 +1,17 @@
 """What a step costs whose weights come for their layer's turn: `lowtide plan --weights`, and the curve over tokens.
 
 What: `streamed` prices a step in which the weights, gradients and optimizer state of all layers are elsewhere
-(weights/swap.py with `update="in_backward"`), beside a plan for activations within the same budget. Why a function of
-its own: the solver's items are born once and read in backward. Weights exist before, are read twice, and leave changed.
+(`swap_weights` with `update="in_backward"`), beside a plan for activations within the same budget. The solver's items
+are born once and read in backward; weights exist before, are read twice and leave changed. So this is beside it.
 
-How: the bytes of state on the device become a window of `NUM_LAYERS_HERE` layers, the gradients in flight, and three
-buckets of optimizer state. The solver plans activations for that, over a link that has, in each direction, what weights
-leave of it in this step; the share is found by turns, since a slower step leaves more. `play` then puts both on one
-clock, layer by layer: each direction is one server, weights are fetched `NUM_LAYERS_HERE - 1` layers ahead, and
-activations leave and come with their layer.
+How: the state on the device is a window of `NUM_LAYERS_HERE` layers, the gradients in flight, and three buckets. The
+solver plans activations for that, over a link that has what weights leave of it in backward; the share is found by
+turns, since a slower step leaves more. `play` then puts both on one clock, layer by layer.
 
     N* = computation a second / bytes a second * bytes that must come a parameter / 6 or 8 FLOP: from so many tokens a
     step on the link is hidden, whatever the size of the model
 
-Cost: at most `_NUM_TURNS` plans. Not covered: many micro-batches for one stay of a layer, disks; the
-optimizer's own arithmetic is charged as in any plan.
+Cost: at most `_NUM_TURNS` plans. Not covered: many micro-batches for one stay of a layer, disks.
 """
 
 from __future__ import annotations
@@ -76,10 +73,8 @@ def streamed(
     best: Streamed | None = None
     error: BudgetError | None = None
     for _ in range(_NUM_TURNS):
-        left = dataclasses.replace(
-            link,
-            in_bytes_per_second=_left(link.in_bytes_per_second, layer_bytes + moments, backward_seconds),
-        )
+        rate = link.in_bytes_per_second - (layer_bytes + moments) / backward_seconds
+        left = dataclasses.replace(link, in_bytes_per_second=max(rate, _LEAST_SHARE * link.in_bytes_per_second))
         try:
             plan = plan_profile(here, config, link=left, budget_bytes=budget_bytes, with_suggestions=False)
         except BudgetError as failed:
@@ -119,22 +114,15 @@ def streamed(
     return best
 
 
-def _left(bytes_per_second: float, nbytes: int, seconds: float) -> float:
-    """What of a direction is left beside so many bytes in so many seconds."""
-    return max(bytes_per_second - nbytes / seconds, _LEAST_SHARE * bytes_per_second)
-
-
 def _with_a_window(profile: Profile, link: Link, layer_bytes: int, one: int, moments: int) -> Profile:
     """The same step, with a window of the layers' weights and optimizer state on the device."""
     state = profile.state
     bucket = bucket_size(state, link)
     ratio = (state.gradients or 0) / state.parameters
     in_flight = round(2 * one * ratio)
-    op_bytes = tuple(
-        total - made + min(made, in_flight)
-        for total, made in zip(profile.op_bytes, profile.op_gradient_bytes, strict=True)
-    )
     made = tuple(min(each, in_flight) for each in profile.op_gradient_bytes)
+    pairs = zip(profile.op_bytes, profile.op_gradient_bytes, made, strict=True)
+    op_bytes = tuple(total - then + now for total, then, now in pairs)
     here = dataclasses.replace(
         state,
         parameters=state.parameters - layer_bytes + NUM_LAYERS_HERE * one,

@@ -26,8 +26,7 @@ bytes in the first `NUM_SUMMED` stays of each weight, and a weight that is writt
 
 What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
 
-Cost: some 60 us of Python for each tensor and direction. Not covered: what is a use, and when (swap.py); a first write
-through `.data` to a weight on the device after `NUM_SUMMED` stays.
+Not covered: what is a use, and when (swap.py); a first write through `.data` after `NUM_SUMMED` stays.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
 from lowtide.errors import TierFull
-from lowtide.tensors.private import disable_current_modes, storage_key, version_of
+from lowtide.tensors.private import DisableFuncTorch, disable_current_modes, storage_key, version_of
 from lowtide.tensors.view import Shape, byte_view
 
 NUM_SUMMED = 2
@@ -495,5 +494,5 @@ def _sum_of(storage: torch.UntypedStorage) -> torch.Tensor:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """What lowtide does itself is no part of the program: no gradients, no modes that watch."""
-    with disable_current_modes(), torch.inference_mode(mode=False), torch.no_grad():
+    with DisableFuncTorch(), disable_current_modes(), torch.inference_mode(mode=False), torch.no_grad():
         yield

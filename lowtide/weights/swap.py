@@ -7,22 +7,17 @@ and never pile up. `swap_optimizer` moves the moments, and has the weights and g
 
     budget = weights and gradients that are there at a time (a window)
              + three buckets of optimizer state and what the optimizer needs beside one
-
 What the budget has beyond that stays on the device: whole layers, which are then plain.
 
-Parameters stay the user's own objects, with their hooks and versions. What autograd saves of a weight (the weight, or
-a view of it) is a handle on the parameter: it checks the version, as plain autograd does, and takes the bytes from
-wherever they are then. So a graph holds no weight on the device.
+Parameters stay the user's own objects, with their hooks and versions. What autograd saves of a weight, or of a view of
+it, is a handle on the parameter: it checks the version and takes the bytes from wherever they are then. So a graph
+holds no weight on the device. A copy changes no bit, and the optimizer's own step runs on the device.
 
-Why it is exact: a copy changes no bit, and the optimizer's own step runs on the device.
-
-Cost: weights cross the link twice a step towards the device and once back, moments once each way, and gradients, with
-`update="step"`, once each way more. Python: about 60 us for each tensor and direction.
-
-Not covered, and refused by name: several ranks, FSDP2, DDP, compiled modules, a model that is under a plan already (put
-the plan on after this). Staying on the device: parameters below `min_bytes`, those of modules around the layers, and
-those that share memory with others. On an accelerator a weight that is read outside of its layer's turn is NaN: use
-`handle.here()`; `state_dict` and `load_state_dict` see the right numbers.
+Cost: weights cross the link twice a step inwards and once back, moments once each way, gradients, with `update="step"`,
+once each way. Python: about 60 us for each tensor and direction.
+Refused by name: several ranks, FSDP2, DDP, compiled modules, a model under a plan (put the plan on after this). Staying
+on the device: parameters below `min_bytes`, those of modules around the layers, and those that share memory with
+others. On an accelerator a weight that is read outside of its layer's turn is NaN: use `handle.here()`.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ from lowtide.runtime.saved.handle import Kept, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, patched_module
 from lowtide.tensors.compiled import compiled_parts
 from lowtide.tensors.fsdp import fsdp_modules
-from lowtide.tensors.kinds import PLAIN_TYPES, WEIGHTS_ATTRIBUTE, is_plain
+from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, swapped_weights_of
 from lowtide.tensors.optimizers import bare, parameters_of
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
@@ -141,27 +136,6 @@ class _Elsewhere:
         return self._unpack(self._value)
 
 
-class _Mark:
-    """The attribute of a model that leads to its handle. Copies of the model have none."""
-
-    def __init__(self, swap: WeightSwap | None) -> None:
-        self._swap = swap
-
-    def hold(self, tensor: torch.Tensor) -> HeldWeight | None:
-        """See `WeightSwap.hold`."""
-        return None if self._swap is None else self._swap.hold(tensor)
-
-    def moves(self, tensor: torch.Tensor) -> bool:
-        """Whether this is a weight that comes and goes."""
-        return self._swap is not None and tensor in self._swap.weights
-
-    def __deepcopy__(self, memo: dict) -> _Mark:
-        return _Mark(None)
-
-    def __reduce__(self) -> tuple:
-        return _Mark, (None,)
-
-
 def swap_weights(
     model: nn.Module,
     optimizer: Any = None,
@@ -236,7 +210,7 @@ def _check_model(model: nn.Module) -> None:
             f"{_CALL}: is for one rank: gradients of other ranks are not there yet when a layer's own leave; use "
             "swap_optimizer, which works with DDP and FSDP2"
         )
-    if WEIGHTS_ATTRIBUTE in vars(model):
+    if swapped_weights_of(model) is not None:
         raise ConfigError(f"{_CALL}: the weights of this model are swapped already; call remove() of the handle first")
     under = patched_module(model)
     if under is not None:
@@ -392,9 +366,9 @@ class WeightSwap:
         undo = self._undo
         modules = {unit.module: unit for unit in self._units}
         if self.model not in modules:
-            undo.append(ForwardPatch(self.model, self._around_model, is_plan=False).undo)
+            undo.append(ForwardPatch(self.model, self._around_model, weights=self).undo)
         for module, unit in modules.items():
-            undo.append(ForwardPatch(module, self._around(unit), is_plan=False).undo)
+            undo.append(ForwardPatch(module, self._around(unit), weights=self).undo)
             for inner in module.modules():
                 own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
                 if own:
@@ -407,8 +381,6 @@ class WeightSwap:
             undo.append(parameter.register_post_accumulate_grad_hook(complete).remove)
         if optimizer is not None:
             undo.append(optimizer.register_step_post_hook(lambda *_: self.flush()).remove)
-        vars(self.model)[WEIGHTS_ATTRIBUTE] = _Mark(self)
-        undo.append(lambda: vars(self.model).pop(WEIGHTS_ATTRIBUTE, None))
 
     def remove(self) -> None:
         """Bring weights and gradients back to the device, in plain tensors, and leave the model and its optimizer as
@@ -512,6 +484,10 @@ class WeightSwap:
             return None
         unit = next((unit for unit in reversed(self._open) if item in unit.items), self._unit_of[item])
         return HeldWeight(self, item, unit, tensor)
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a weight that comes and goes."""
+        return tensor in self.weights
 
     def storage_of(self, item: Movable, unit: _Unit) -> torch.UntypedStorage:
         """The weight's bytes on the device, for the backward of this part."""

@@ -260,7 +260,8 @@ def test_a_copy_that_fails_later_loses_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_ctrl_c_in_every_phase_loses_nothing(seed: int) -> None:
-    """After it each weight has its bytes of before the step or of after it, and the model can be made plain."""
+    """After it each weight has its bytes of before the step or of after it, or has only decayed, where the interrupt
+    came within the optimizer's own lines, as in plain torch. The model can be made plain."""
     model, optimizer, plain, plain_optimizer = two()
     handle = lowtide.swap_weights(model, optimizer, min_bytes=1, update=("step", "in_backward")[seed % 2])
     for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
@@ -277,14 +278,14 @@ def test_ctrl_c_in_every_phase_loses_nothing(seed: int) -> None:
         time.sleep(0.01)
     except KeyboardInterrupt:
         pass
-    for parameter, old, new in zip(model.parameters(), before, plain.parameters(), strict=True):
-        assert torch.equal(parameter, old) or torch.equal(parameter, new)
+    after = [parameter.detach().clone() for parameter in model.parameters()]
+    for found, old, new in zip(after, before, plain.parameters(), strict=True):
+        assert any(torch.equal(found, each) for each in (old, new, old * (1 - 1e-2 * 1e-2)))
     try:
         handle.remove()
     except KeyboardInterrupt:
         handle.remove()
-    for parameter, old, new in zip(model.parameters(), before, plain.parameters(), strict=True):
-        assert torch.equal(parameter, old) or torch.equal(parameter, new)
+    assert all(map(torch.equal, model.parameters(), after))
     model(TOKENS).backward()
 
 

@@ -43,7 +43,7 @@ from lowtide.runtime.recompute.recipe_sources import Made, OffloadedSource, Reco
 from lowtide.runtime.saved.handle import Kept, Swapped
 from lowtide.runtime.saved.wrapped import Wrapped
 from lowtide.tensors.compiled import never_compiled, without
-from lowtide.tensors.kinds import PLAIN_TYPES, WEIGHTS_ATTRIBUTE, is_plain, ordered_storage_keys, storage_key_set
+from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, storage_key_set, swapped_weights_of
 from lowtide.tensors.private import (
     DisableTorchDispatch,
     disable_current_modes,
@@ -82,7 +82,7 @@ class ForwardPass:
         self.recording: list[SavedTensorEntry] = []
         self.departures = Departures(context.scheduler)
         self.parameters = Parameters(context.model)
-        self.weights = vars(context.model).get(WEIGHTS_ATTRIBUTE)
+        self.weights = swapped_weights_of(context.model)
         """Knows the weights that come and go; None where all stay."""
         self.first = FirstForward(context, self.parameters)
         self.regions = Regions(context, self.first, self.parameters)

@@ -40,7 +40,7 @@ from lowtide.runtime.recompute.flow import Flow
 from lowtide.runtime.recompute.saves import Path
 from lowtide.tensors.compiled import has_compiled
 from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
-from lowtide.tensors.kinds import WEIGHTS_ATTRIBUTE, can_be_cloned, is_plain, modules_of
+from lowtide.tensors.kinds import can_be_cloned, is_plain, modules_of, swapped_weights_of
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import (
     FORWARD_HOOK_FLAGS,
@@ -98,7 +98,7 @@ class Watch:
         self.model = model
         self.draws = draws
         self.has_shards = bool(fsdp_modules(model))
-        self.weights = vars(model).get(WEIGHTS_ATTRIBUTE)
+        self.weights = swapped_weights_of(model)
         """Knows the weights that come and go; None where all stay."""
         self.num_runs = 0
         self.marks: dict[int, tuple[int, int]] = {}

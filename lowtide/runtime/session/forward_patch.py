@@ -42,12 +42,12 @@ class ForwardPatch:
         around: Callable[[Callable, tuple, dict], Any],
         handle: Any = None,
         *,
-        is_plan: bool = True,
+        weights: Any = None,
     ) -> None:
         self.module = module
         self.around = around
-        self.is_plan = is_plan
-        """Whether it is a plan's; another one may stand under a plan."""
+        self.weights = weights
+        """The handle of weights that this patch has come and go; it may stand under a plan's patch, which has None."""
         self.handle = handle
         """What the user got for the model whose patch this is; None for the patches of modules inside of it."""
         self.slot = COMPILED_CALL if is_compiled_module(module) else "forward"
@@ -80,8 +80,8 @@ class ForwardPatch:
         """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
         way has looked `forward` up before its hooks ran."""
         if not self._came_off:
-            return ForwardPatch(self.module, self.around, self.handle, is_plan=self.is_plan)
-        self.__init__(self.module, self.around, self.handle, is_plan=self.is_plan)  # type: ignore[misc]
+            return ForwardPatch(self.module, self.around, self.handle, weights=self.weights)
+        self.__init__(self.module, self.around, self.handle, weights=self.weights)  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> tuple:
@@ -103,7 +103,7 @@ def _patches(model: nn.Module) -> Iterator[tuple[str, ForwardPatch]]:
     for name, module in model.named_modules():
         for slot in ("forward", COMPILED_CALL):
             patch = module.__dict__.get(slot)
-            if isinstance(patch, ForwardPatch) and patch._is_active and patch.is_plan:
+            if isinstance(patch, ForwardPatch) and patch._is_active and patch.weights is None:
                 yield name, patch
 
 
