@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 60_300,
+    "lines": 60_251,
     "files": 285,
-    "classes": 570,
+    "classes": 567,
     "files that one other file imports": 47,
     "classes with more than 15 attributes": 26,
     "class names that several classes have": 18,
