@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lowtide.public import remove as remove
     from lowtide.public import selective_offload as selective_offload
     from lowtide.public import swap_optimizer as swap_optimizer
+    from lowtide.public import swap_weights as swap_weights
     from lowtide.public import write_report as write_report
     from lowtide.runtime.autopilot.optimize import optimize as optimize
     from lowtide.runtime.autopilot.plan_model import plan as plan
@@ -44,6 +45,7 @@ _HOMES = {
     "remove": "lowtide.public",
     "selective_offload": "lowtide.public",
     "swap_optimizer": "lowtide.public",
+    "swap_weights": "lowtide.public",
     "write_report": "lowtide.public",
 }
 """The module of each public name."""

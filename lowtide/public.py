@@ -1,6 +1,7 @@
 """The public functions that join what stands in several rooms.
 
-What: `apply`, `observe`, `current`, `remove`, `write_report`, `selective_offload` and `swap_optimizer` of `lowtide`.
+What: `apply`, `observe`, `current`, `remove`, `write_report`, `selective_offload`, `swap_optimizer` and
+`swap_weights` of `lowtide`.
 `plan`, `optimize` and `cross_entropy` stand where their work is done; `lowtide/__init__.py` has the table.
 Each function imports what it needs when it is called, so that one of them does not load the rooms of all.
 """
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.offload.selective import SelectiveOffload
     from lowtide.runtime.session.tide import Tide
     from lowtide.runtime.session.tides import Tides
+    from lowtide.weights.swap import WeightSwap
 
 _LOSS = "a function that makes the loss of the model's output"
 
@@ -225,3 +227,29 @@ def swap_optimizer(
         engine=engine,
         min_bytes=min_bytes,
     )
+
+
+def swap_weights(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    budget: int | str | None = None,
+    update: str = "step",
+    tier: str = "host",
+    engine: EngineChoice = None,
+    min_bytes: int | str = 64 * 1024,
+) -> WeightSwap:
+    """Keep the weights of `model`, their gradients and the state of `optimizer` in main memory or a file, but for the
+    layers whose turn it is, until `remove()` of the handle or the end of its `with` block. The same bits; parameters
+    stay the objects that they are.
+
+    `budget`: bytes on the device for weights, gradients and optimizer state; absent, the least that works. What it has
+    beyond that keeps whole layers there. `update`: "step", where gradients leave until `optimizer.step()`, or
+    "in_backward", where each parameter is updated in the backward pass and its gradient is freed: for one backward pass
+    a step, without clipping. `tier`, `engine`: as in `swap_optimizer`. Weights below `min_bytes` stay.
+    Put a plan on the model after this. Raises `ConfigError` for a budget that is too small, several ranks, FSDP2,
+    compiled modules, and every other mistake.
+    """
+    from lowtide.weights.swap import swap_weights as swap
+
+    return swap(model, optimizer, budget=budget, update=update, tier=tier, engine=engine, min_bytes=min_bytes)

@@ -32,7 +32,7 @@ FLOORS = (
     ("runtime/hooks",),
     ("runtime/session",),
     ("runtime/autopilot",),
-    ("pipeline", "mindformers", "report"),
+    ("pipeline", "mindformers", "report", "weights"),
     ("cluster",),
     ("the public surface",),
     ("cli", "adapters"),
@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_481,
-    "files": 257,
-    "classes": 542,
-    "files that one other file imports": 41,
-    "classes with more than 15 attributes": 22,
+    "lines": 60_092,
+    "files": 261,
+    "classes": 551,
+    "files that one other file imports": 43,
+    "classes with more than 15 attributes": 25,
     "class names that several classes have": 15,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,

@@ -61,6 +61,7 @@ def test_public_surface() -> None:
         "remove",
         "selective_offload",
         "swap_optimizer",
+        "swap_weights",
         "write_report",
     ]
     assert lowtide.__version__ == "0.2.0"

@@ -65,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*_PLACES, *get_args(OptimizerKind)),
         help="where its state is between steps; or, with --model, which one it is (adamw)",
     )
+    text = "with --model: auto prices a step whose weights are elsewhere until their turn"
+    parser.add_argument("--weights", choices=_PLACES, help=text)
     parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="plan from what `lowtide profile` saved")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -184,15 +186,45 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         weights = _weights(step.run, args, step.plain, waiting)
         if args.report is not None and plan is not None:
             planner.draw(plan, args.report)
+        elsewhere = _elsewhere(step, settled, weights, args)
     if args.out is not None and plan is not None:
         write(args.out, plan.to_json())
     if args.json:
-        print(json.dumps(alternatives.document(step, rows, plan)))
+        print(json.dumps(alternatives.document(step, rows, plan) | ({} if elsewhere is None else elsewhere[1])))
     else:
         print("\n".join(alternatives.lines(step, rows, weights, args.largest, width_of_stdout())))
-    if error is not None:
+        print("\n".join(wrapped(["", *elsewhere[0]], width_of_stdout())) if elsewhere is not None else "", end="")
+    if error is not None and elsewhere is None:
         raise error
     return 0
+
+
+def _elsewhere(
+    step: alternatives.AskedStep, settled: Settled, weights: Sequence[Weight], args: argparse.Namespace
+) -> tuple[list[str], dict[str, Any]] | None:
+    """What the step costs whose weights come for their layer's turn: in lines, and as plain data."""
+    if args.weights in (None, "keep"):
+        return None
+    from lowtide.planner.weights import streamed
+
+    found = streamed(
+        step.plain,
+        settled.config,
+        link=step.hardware.link,
+        budget_bytes=step.budget_bytes,
+        layer_bytes=sum(weight.nbytes for weight in weights if weight.is_in_layer),
+        tokens=step.run.train.batch_size * step.run.data.sequence_length,
+    )
+    over = found.step_seconds / found.plain_seconds - 1
+    lines = [
+        f"weights elsewhere: {found.step_seconds:.2f} s a step, {100 * over:+.1f} % over a device without a limit; "
+        f"compute waits {found.stall_seconds:.2f} s of it",
+        f"the link brings {format_bytes(found.in_bytes)} and takes {format_bytes(found.out_bytes)} of weights and "
+        f"optimizer state a step; main memory has {format_bytes(found.host_bytes)}",
+        f"from {found.hidden_from_tokens:,} tokens a step on the link is hidden (N*)\n",
+    ]
+    figures = dataclasses.asdict(dataclasses.replace(found, plan=None))  # type: ignore[arg-type]
+    return lines, {"weights": figures}
 
 
 class _PlanMaker:

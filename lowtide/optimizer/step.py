@@ -126,12 +126,14 @@ class Stepper:
 
     def _step_part(self, run: StepRun, number: int) -> None:
         """Step one part; where it stops, say so and keep what can be kept."""
-        while True:
-            self._step_one(run, number)
-            then = run.parts[number].then
-            if then is None:
-                break
-            run.parts[number] = then
+        weights = self.store.weights
+        with contextlib.nullcontext() if weights is None else weights.holding(run.parts[number].parameters()):
+            while True:
+                self._step_one(run, number)
+                then = run.parts[number].then
+                if then is None:
+                    break
+                run.parts[number] = then
         run.todo.remove(number)
 
     def _step_one(self, run: StepRun, number: int) -> None:

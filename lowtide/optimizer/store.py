@@ -18,7 +18,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -56,6 +57,13 @@ Shown = tuple[dict, Hashable, torch.Tensor]
 """The state of a parameter, a key of it, and the tensor there."""
 
 
+class WeightHolder(Protocol):
+    """Has weights and gradients on the device while an optimizer steps them."""
+
+    def holding(self, parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """Within, what these parameters and their gradients show is on the device, and may be written to."""
+
+
 class StateStore:
     """See the module's text. `bucket_bytes`: None until the size of the state is known."""
 
@@ -71,6 +79,8 @@ class StateStore:
         num_buffers: int,
     ) -> None:
         self.optimizer = optimizer
+        self.weights: WeightHolder | None = None
+        """None: weights and gradients are always on the device."""
         self.engine = engine
         self.device = device
         self.transfers = Transfers(engine, device, self._stay, num_buffers)

@@ -46,7 +46,7 @@ from lowtide.optimizer.requests import (
 from lowtide.optimizer.residency import Residency, StateChoice
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.step import Stepper
-from lowtide.optimizer.store import StateStore
+from lowtide.optimizer.store import StateStore, WeightHolder
 from lowtide.optimizer.transfers import NUM_BUFFERS
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare, bare_step, parameters_of
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
@@ -90,9 +90,11 @@ def swap_optimizer(
     min_bytes: int | str = MIN_BYTES,
     num_buffers: int = NUM_BUFFERS,
     memory: Callable[[], DeviceMemory] | None = None,
+    weights: WeightHolder | None = None,
 ) -> OptimizerSwap:
     """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least.
-    `memory`: what the device has for this process (None: ask its driver)."""
+    `memory`: what the device has for this process (None: ask its driver). `weights`: brings weights and gradients that
+    are elsewhere; None: they are there."""
     found = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -112,6 +114,7 @@ def swap_optimizer(
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
+    store.weights = weights
     store.keep(first_ones(found, share or 0.0, least))
     handle = OptimizerSwap(store, overlap=overlap, closes_engine=chosen is not engine)
     if share is None:

@@ -295,6 +295,9 @@ AutoDispatchBelowAutograd: Callable[[], AbstractContextManager[Any]] = find("tor
 are_transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active")
 """Whether this runs under a transform of `torch.func`. No public way to ask."""
 
+DisableFuncTorch: Callable[[], AbstractContextManager[Any]] = find("torch._C._DisableFuncTorch")
+"""A context in which no transform of `torch.func` sees anything: a tensor that is made there is a plain one."""
+
 is_transformed: Callable[[torch.Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
 """Whether `torch.func` has put something around this tensor, which then has no storage. No public way to ask."""
 

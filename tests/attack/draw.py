@@ -43,6 +43,8 @@ _ALL_CORES = {**CORES, **classes.CORES}
 
 STATES = ("stays", "step", "backward", "in_backward", "auto", "by plan")
 """Of `lowtide.swap_optimizer` the ways to overlap; or where a plan has it (`memory.optimizer`)."""
+WEIGHTS = ("weights", "weights in_backward")
+"""Weights are elsewhere too (`lowtide.swap_weights`), with its two ways to update."""
 NOT_SIDES = {"in_backward": ("averages", "clips", "gradient_hooks")}
 NOT_CORES = {"in_backward": ("accumulate", "failing_backward", "in_closure", "in_flight", "retained")}
 """What docs/optimizer.md leaves out: several backward passes, and what is looked at between the pass and the step."""
@@ -63,7 +65,7 @@ class Draw:
     num_samples: int = 4
     num_steps: int = 4
     state: str = "stays"
-    """Where the optimizer's state is: see `STATES`."""
+    """Where the optimizer's state is: see `STATES`; and `WEIGHTS`."""
     fault: str = ""
     """Of `CLASSES`: the draw is made for it, and ordinary otherwise."""
 
@@ -178,14 +180,16 @@ def any_draw(seed: int) -> Draw:
     if core == "searching":
         optimizer = "lbfgs"
     state = Random(f"{seed} state").choice(("stays", "stays", "stays", *STATES)) if optimizer != "lbfgs" else "stays"
+    if state == "stays" and optimizer != "lbfgs" and Random(f"{seed} weights").random() < 0.25:
+        state = Random(f"{seed} weights").choice(WEIGHTS)
     if state == "by plan":
         layers = (*layers, (("wide", 0),))
         optimizer = "momentum" if optimizer == "sgd" else optimizer  # which has no state
     model = ModelDraw(layers, traits, own_loss)
     # What changes in a few elements shows in any sample of a small tensor, and in few samples of a large one.
     num_samples = r.choice((4, 4, 4, 64))
-    sides = tuple(side for side in sides if side not in NOT_SIDES.get(state, ()))
-    if core in NOT_CORES.get(state, ()):
+    sides = tuple(side for side in sides if side not in NOT_SIDES.get(state.removeprefix("weights "), ()))
+    if core in NOT_CORES.get(state.removeprefix("weights "), ()):
         core = "plain"
     draw = Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples, state=state)
     words = drawn_loss(seed, is_inside=plan in WITH_BUDGET)
@@ -336,14 +340,14 @@ def _step(draw: Draw, run: Run, step: int) -> None:
             _ALL_CORES[draw.core](run, step)
     else:
         _ALL_CORES[draw.core](run, step)
-    if draw.state != "in_backward":  # there the backward pass has updated the model already
+    if not draw.state.endswith("in_backward"):  # there the backward pass has updated the model already
         run.trace.note_model(f"{step}", run.model)
     run.trace.note_random(f"{step}")
     for side in run.sides:
         side.after(run, step)
     if run.optimizer_steps:
         run.optimizer.step()
-        if draw.state == "in_backward":
+        if draw.state.endswith("in_backward"):
             run.trace.note_model(f"{step}", run.model)
         run.optimizer.zero_grad(set_to_none=not getattr(run, "zeroes_in_place", False))
     run.trace.note_weights(f"{step}", run.model, run.optimizer)

@@ -90,10 +90,13 @@ class Rig:
 
     def start(self, model: nn.Module, optimizer: Any) -> None:
         """Put the plan on, and have the optimizer's state elsewhere."""
-        if self.tide is not None:
+        if self.tide is not None or self.swap is not None:
             self.stop()
+        if self.state.startswith("weights"):
+            update = "in_backward" if self.state.endswith("in_backward") else "step"
+            self.swap = lowtide.swap_weights(model, optimizer, update=update, min_bytes=1, engine=self._engine())
         self.tide = self.apply(model, optimizer, self._engine())
-        if self.state not in ("stays", "by plan"):
+        if self.state not in ("stays", "by plan") and not self.state.startswith("weights"):
             options: dict[str, Any] = {"overlap": self.state, "bucket_bytes": 4096, "min_bytes": 1}
             with contextlib.suppress(*((ConfigError,) if self.may_stay else ())):
                 self.swap = lowtide.swap_optimizer(optimizer, engine=self._engine(), **options)
@@ -106,14 +109,17 @@ class Rig:
 
     def stop(self) -> None:
         """Take both off."""
-        if self.swap is not None:
+        is_optimizer = hasattr(self.swap, "detach")
+        if is_optimizer:
             self.swap.detach()
-        self.swap = None
         if isinstance(self.tide, SelectiveOffload):
             self.tide.close()
         elif self.tide is not None:
             self.tide.remove()
         self.tide = None
+        if self.swap is not None and not is_optimizer:
+            self.swap.remove()
+        self.swap = None
 
     def suspend(self) -> None:
         """Leave the model alone for a while."""

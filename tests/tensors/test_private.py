@@ -961,3 +961,16 @@ def test_await_unshard() -> None:
     private.await_unshard(SimpleNamespace(_assert_unsharded=asked.append), "stage")
     assert asked == ["stage"]
     assert callable(torch.distributed.pipelining.schedules._PipelineScheduleRuntime._assert_unsharded)
+
+
+def test_what_is_made_past_transforms_is_plain() -> None:
+    made = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        made.append(torch.zeros(2))
+        with private.DisableFuncTorch():
+            made.append(torch.zeros(2))
+        return x.sum()
+
+    torch.func.grad(loss)(torch.ones(2))
+    assert [private.is_transformed(each) for each in made] == [True, False]

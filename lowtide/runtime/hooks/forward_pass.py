@@ -42,7 +42,7 @@ from lowtide.runtime.recompute.recipe_nodes import Node
 from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
 from lowtide.runtime.saved.handle import Kept, Shared, Wrapped
 from lowtide.tensors.compiled import never_compiled, without
-from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, storage_key_set
+from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, storage_key_set, swapped_weights_of
 from lowtide.tensors.private import (
     DisableTorchDispatch,
     disable_current_modes,
@@ -84,6 +84,8 @@ class ForwardPass:
         """Of layers, and of modules with retained inputs, by kind and name."""
         self.departures = Departures(context.scheduler)
         self.parameters = Parameters(context.model)
+        self.weights = swapped_weights_of(context.model)
+        """Knows the weights that come and go; None where all stay."""
         self.first = FirstForward(context, self.parameters)
         self.regions = Regions(context, self.first, self.parameters)
         self.log: OperatorLog | None = None
@@ -285,7 +287,7 @@ class ForwardPass:
             return self._rerun(saved)
         return self._keep(saved, is_counted=entry.is_counted, is_planned=entry.is_planned)
 
-    def _keep(self, saved: Saved, *, is_counted: bool, is_planned: bool = True) -> Kept:
+    def _keep(self, saved: Saved, *, is_counted: bool, is_planned: bool = True) -> Any:
         """`is_counted`: the first tensor of a storage that is an activation. `is_planned`: the plan keeps it."""
         guard = self.context.guard
         if guard is None or not saved.is_movable:
@@ -298,7 +300,9 @@ class ForwardPass:
             return guard.keep(saved.tensor, self.queue, self.follower, is_planned=is_planned)
         return known or self._hold(saved.tensor, is_counted=False)
 
-    def _hold(self, tensor: torch.Tensor, *, is_counted: bool) -> Kept:
+    def _hold(self, tensor: torch.Tensor, *, is_counted: bool) -> Any:
+        if self.weights is not None and not is_counted and (weight := self.weights.hold(tensor)) is not None:
+            return weight
         kept = Kept(tensor, self.follower if self.queue.has_distances else None)
         if is_counted:
             nbytes = tensor.untyped_storage().nbytes()

@@ -190,7 +190,8 @@ class RegionRun:
         state, inputs = self.state, self.call.tensors
         stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
         unpack = self._unpack(functools.partial(hooks[1], hooks[0](marker)))
-        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow)
+        lets_go = self.watch.weights is not None
+        saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, lets_weights_go=lets_go)
         with saves.hooked(unpack), self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
         if state.keep_path(saves.learned()):

@@ -232,6 +232,7 @@ class FirstSaves:
         "_follows",
         "_inputs",
         "_is_deep",
+        "_lets_weights_go",
         "_path",
         "_prints",
         "_roles",
@@ -246,8 +247,12 @@ class FirstSaves:
         inputs: list[torch.Tensor],
         path: Path | None,
         flow: Flow | None,
+        *,
+        lets_weights_go: bool = False,
     ) -> None:
-        """`inputs`: of the region. `path`: that it is expected to follow."""
+        """`inputs`: of the region. `path`: that it is expected to follow. `lets_weights_go`: weights come and go too,
+        so that none of their bytes is held."""
+        self._lets_weights_go = lets_weights_go
         self._dropped = dropped
         self._inputs = inputs
         self._path = self._follows = path
@@ -277,7 +282,8 @@ class FirstSaves:
             role = self._role(tensor, number, row)
         if role.is_fingerprinted:
             self._prints.add(number, tensor, row[0])
-        saved = DroppedTensor(number, version_of(tensor), tensor if role.is_lasting else version_alias(tensor))
+        is_held = role.is_lasting and not self._lets_weights_go
+        saved = DroppedTensor(number, version_of(tensor), tensor if is_held else version_alias(tensor))
         dropped.saved.append(ref(saved))
         return saved
 

@@ -40,7 +40,7 @@ from lowtide.runtime.recompute.flow import Flow
 from lowtide.runtime.recompute.saves import Path
 from lowtide.tensors.compiled import has_compiled
 from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
-from lowtide.tensors.kinds import can_be_cloned, is_plain, modules_of
+from lowtide.tensors.kinds import can_be_cloned, is_plain, modules_of, swapped_weights_of
 from lowtide.tensors.modes import Draws, HostRandom, Modes
 from lowtide.tensors.private import (
     FORWARD_HOOK_FLAGS,
@@ -85,6 +85,7 @@ class Watch:
         "module",
         "num_runs",
         "refusal",
+        "weights",
         "writes_inputs",
     )
 
@@ -101,6 +102,8 @@ class Watch:
         self.model = model
         self.draws = draws
         self.has_shards = bool(fsdp_modules(model))
+        self.weights = swapped_weights_of(model)
+        """Knows the weights that come and go; None where all stay."""
         self.num_runs = 0
         self.marks: dict[int, tuple[int, int]] = {}
         """Of tensors that are no parameters, by identity, at the end of the last run."""
@@ -112,9 +115,15 @@ class Watch:
         tree = self._tree
         if tree is None or not tree.is_still():
             tree = Tree(self.module, has_shards=self.has_shards)
+            tree.addressed = self.addressed_of(tree.tensors)
             # Others must not be held until the next run.
             self._tree = tree if tree.is_light else None
         return tree
+
+    def addressed_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that have an address, and keep it while nobody exchanges their data."""
+        found = [tensor for tensor in tensors if is_plain(tensor)]
+        return found if self.weights is None else [each for each in found if not self.weights.moves(each)]
 
     def known(self, tree: Tree) -> Known:
         """What is known of the module with these `training` flags."""
@@ -247,7 +256,7 @@ class Tree:
         self.tensors = [each for each in tensors.values() if not each.is_inference()]
         if has_shards:
             self.tensors = [each for each in self.tensors if not isinstance(each, nn.Parameter)]
-        self.addressed = [each for each in self.tensors if is_plain(each)]
+        self.addressed: list[torch.Tensor] = []
         self.flags = tuple([own.get("training", True) for own in self._own])
         """Which modules are in training."""
         self.has_compiled = has_compiled(module)
@@ -356,7 +365,7 @@ class Before:
         self.known = known = watch.known(tree)
         others = known.others()
         tensors = [*tree.tensors, *others] if others else tree.tensors
-        addressed = [*tree.addressed, *(each for each in others if is_plain(each))] if others else tree.addressed
+        addressed = [*tree.addressed, *watch.addressed_of(others)] if others else tree.addressed
         self._marks = Marks(tensors, addressed)
         self._flags = _flags_of(tree.tensors)
         self._random = watch.draws.now()

@@ -36,9 +36,18 @@ _MAX_NAMES = 3
 class ForwardPatch:
     """A callable that replaces `module.forward` on one instance until `undo()`."""
 
-    def __init__(self, module: nn.Module, around: Callable[[Callable, tuple, dict], Any], handle: Any = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        around: Callable[[Callable, tuple, dict], Any],
+        handle: Any = None,
+        *,
+        weights: Any = None,
+    ) -> None:
         self.module = module
         self.around = around
+        self.weights = weights
+        """The handle of weights that this patch has come and go; it may stand under a plan's patch, which has None."""
         self.handle = handle
         """What the user got for the model whose patch this is; None for the patches of modules inside of it."""
         self.slot = COMPILED_CALL if is_compiled_module(module) else "forward"
@@ -71,8 +80,8 @@ class ForwardPatch:
         """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
         way has looked `forward` up before its hooks ran."""
         if not self._came_off:
-            return ForwardPatch(self.module, self.around, self.handle)
-        self.__init__(self.module, self.around, self.handle)  # type: ignore[misc]
+            return ForwardPatch(self.module, self.around, self.handle, weights=self.weights)
+        self.__init__(self.module, self.around, self.handle, weights=self.weights)  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> tuple:
@@ -94,7 +103,7 @@ def _patches(model: nn.Module) -> Iterator[tuple[str, ForwardPatch]]:
     for name, module in model.named_modules():
         for slot in ("forward", COMPILED_CALL):
             patch = module.__dict__.get(slot)
-            if isinstance(patch, ForwardPatch) and patch._is_active:
+            if isinstance(patch, ForwardPatch) and patch._is_active and patch.weights is None:
                 yield name, patch
 
 

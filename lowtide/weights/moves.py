@@ -1,0 +1,498 @@
+"""Where the bytes of weights and gradients are, and the rules by which they move.
+
+What: a `Movable` is the bytes of one parameter, or of its gradient, with a place of its own on a slower tier.
+`WeightMoves` brings the items of a *use* to the device (the forward of a layer, its backward, the update of some
+parameters), fetches ahead what the next uses need, and sends away what is needed last, so that no more than
+`window_bytes` are there.
+
+How a tensor changes place: its `.data` is set. The object, its version counter and its hooks stay. On a CPU, where the
+slower tier is a file, an item that is away shows the file mapped, so that reading it is right at any time. On an
+accelerator it shows one NaN in the shape of the tensor: a device cannot read the host's memory, and a tensor on another
+device would lose its place in autograd's graph (torch makes a new accumulator for it).
+
+The truth is where `.data` points. An interrupt between any two lines leaves a tensor that is right: it points to the
+new place only after all of the bytes are there, and to the old one until then. What somebody else has put there (a
+`.data` that was assigned, a fresh gradient) is taken in as it is.
+
+The rules of order, as in optimizer/transfers.py:
+- a copy in waits for the compute lane that freed its buffer's memory, and through it for the last copy out of its slot;
+- compute waits for the copy in before `.data` is set;
+- a copy out waits for the compute lane that wrote the bytes;
+- a buffer is dropped only after compute was told to wait for its copy out, the copy is known to be complete and not to
+  have failed, and the tensor was not written to meanwhile.
+
+What was written to is known by its version. Writes through `.data` move no version: they are looked for by a sum of all
+bytes in the first `NUM_SUMMED` stays of each weight, and a weight that is written so is sent back from then on always.
+
+What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
+
+Not covered: what is a use, and when (swap.py); a first write through `.data` after `NUM_SUMMED` stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+import torch
+
+from lowtide.engines.base import Engine, Event, Lane, Slot
+from lowtide.errors import TierFull
+from lowtide.tensors.private import DisableFuncTorch, disable_current_modes, storage_key, version_of
+from lowtide.tensors.view import Shape, byte_view
+
+NUM_SUMMED = 2
+_POLL_SECONDS = 1e-4
+_MOST_AHEAD = 8
+
+
+class Movable:
+    """The bytes of a parameter, or (`is_gradient`) of its gradient, and where they are."""
+
+    __slots__ = (
+        "away",
+        "buffer",
+        "event",
+        "is_always_sent",
+        "is_gradient",
+        "leaving",
+        "name",
+        "nbytes",
+        "num_stays",
+        "parameter",
+        "shape",
+        "should_go",
+        "slot",
+        "total",
+        "version",
+    )
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, *, is_gradient: bool) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.is_gradient = is_gradient
+        self.shape = Shape(parameter.size(), parameter.stride(), 0, parameter.dtype)
+        self.nbytes = parameter.nbytes
+        self.slot: Slot | None = None
+        self.away: torch.Tensor | None = None
+        """What the tensor shows while its bytes are in the slot."""
+        self.buffer: torch.UntypedStorage | None = None
+        """Its bytes on the device, or where they will arrive."""
+        self.event: Event | None = None
+        """Behind the copy in that is under way."""
+        self.version: int | None = None
+        """Of the tensor when the slot had the same bytes; None: the slot has others."""
+        self.leaving: tuple[Event, int] | None = None
+        """Behind the copy out that is under way, and the version that it copies."""
+        self.should_go = False
+        """It is dropped once it has left."""
+        self.num_stays = 0
+        self.total: torch.Tensor | None = None
+        """The sum of its bytes when they arrived."""
+        self.is_always_sent = False
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What has the bytes; None where there is no gradient."""
+        return self.parameter.grad if self.is_gradient else self.parameter
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the bytes are in the slot alone."""
+        return self.away is not None and _shows(self.tensor, self.away.untyped_storage())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the bytes are in the buffer."""
+        return self.event is None and _shows(self.tensor, self.buffer)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the slot has the same bytes."""
+        tensor = self.tensor
+        return tensor is not None and self.version == version_of(tensor) and not self.is_always_sent
+
+
+def _shows(tensor: torch.Tensor | None, storage: torch.UntypedStorage | None) -> bool:
+    return tensor is not None and storage is not None and storage_key(tensor.untyped_storage()) == storage_key(storage)
+
+
+class WeightMoves:
+    """See the module's text. All methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, device: torch.device, tiers: Sequence[str]) -> None:
+        self.engine = engine
+        self.device = device
+        self.window_bytes = 0
+        """Most bytes of items on the device at a time, as far as one use does not need more by itself."""
+        self.here_bytes = 0
+        self.peak_bytes = 0
+        self.fetched_bytes = 0
+        self.sent_bytes = 0
+        self.stall_seconds = 0.0
+        self.items: dict[int, Movable] = {}
+        """By the storage that has the bytes now, or that stands for them while they are away."""
+        self.hosts: dict[Movable, torch.Tensor] = {}
+        """The bytes in each slot as a tensor of main memory. Right while no copy is under way."""
+        self.open: list[tuple[Movable, ...]] = []
+        """What must stay: of the uses that have begun and not ended."""
+        self.expected: tuple[Movable, ...] = ()
+        """Gradients that compute is about to make: room is left for them."""
+        self.lock = threading.RLock()
+        self._tiers = tiers
+        self._here: dict[Movable, None] = {}
+        """What takes memory of the device, longest unused first."""
+        self._leaving: deque[Movable] = deque()
+        self._uses: dict[Hashable, tuple[Movable, ...]] = {}
+        self._next: dict[Hashable, Hashable] = {}
+        self.last: Hashable = None
+        """The name of the use that began last."""
+        self._distance: dict[Movable, int] = {}
+        """How many uses away the next use of an item is."""
+
+    # -- places --------------------------------------------------------------------------------------------------------
+
+    def place(self, item: Movable) -> None:
+        """Reserve the item's place on a slower tier. Raises `TierFull` where none has room."""
+        assert item.slot is None
+        for tier in self._tiers:
+            with contextlib.suppress(*(() if tier == self._tiers[-1] else (TierFull,))):
+                item.slot, view = self.engine.allocate_visible(item.nbytes, tier)
+                break
+        with quiet():
+            start = int(view.storage_offset())
+            self.hosts[item] = item.away = item.shape.over(view.untyped_storage()[start : start + item.nbytes])
+            if self.device.type != "cpu":
+                nan = float("nan") if item.shape.dtype.is_floating_point or item.shape.dtype.is_complex else -1
+                item.away = torch.full((), nan, dtype=item.shape.dtype, device=self.device).expand(item.shape.size)
+            self.items[storage_key(item.away.untyped_storage())] = item
+
+    def take_in(self, item: Movable) -> bool:
+        """Take in what somebody else has put in the item's place. False for a tensor that cannot move."""
+        tensor = item.tensor
+        if tensor is None or item.is_here or item.is_away:
+            return tensor is not None
+        shape = Shape.of(tensor)
+        is_alike = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not is_alike or (shape.size, shape.dtype, tensor.device.type) != (
+            item.shape.size,
+            item.shape.dtype,
+            self.device.type,
+        ):
+            return False
+        with quiet():
+            storage = tensor.untyped_storage()
+            if shape != item.shape or storage.nbytes() != item.nbytes:
+                storage = self.engine.new_buffer(item.nbytes, self.device)
+                item.shape.over(storage).copy_(tensor.detach())
+                tensor.data = item.shape.over(storage)
+            self._wait_out(item)
+            self._forget(item)
+            item.buffer, item.version = storage, None
+            self._count(item)
+        return True
+
+    def _count(self, item: Movable) -> None:
+        """The item's buffer takes memory from now on."""
+        assert item.buffer is not None
+        self.items[storage_key(item.buffer)] = item
+        self._here[item] = None
+        self.here_bytes += item.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.here_bytes)
+
+    def _forget(self, item: Movable) -> None:
+        """The item's buffer is not looked at any more."""
+        if item.buffer is None:
+            return
+        if item.event is not None:
+            self.stall_seconds += self.engine.wait(Lane.COMPUTE, item.event)
+        self.items.pop(storage_key(item.buffer), None)
+        if item in self._here:
+            del self._here[item]
+            self.here_bytes -= item.nbytes
+        item.buffer = item.event = item.total = None
+        item.should_go = False
+
+    # -- uses ----------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def using(self, key: Hashable, items: Iterable[Movable]) -> Iterator[None]:
+        """`use`, and these items stay until its end."""
+        needed = tuple(items)
+        self.open.append(needed)
+        try:
+            self.use(key, needed)
+            yield
+        finally:
+            self.open.remove(needed)
+
+    def bring(self, items: Iterable[Movable]) -> None:
+        """Have these items on the device, out of turn."""
+        with self.lock, quiet():
+            self._bring(tuple(items))
+
+    @property
+    def _taken_bytes(self) -> int:
+        """What is on the device, and what is about to be made there."""
+        return self.here_bytes + sum(item.nbytes for item in self.expected if item.buffer is None)
+
+    def use(self, key: Hashable, items: Iterable[Movable], expected: tuple[Movable, ...] = ()) -> None:
+        """Have these items on the device: a use of the name `key` begins. The next ones are fetched ahead. `expected`:
+        gradients that it will make."""
+        with self.lock, quiet():
+            self.expected = expected
+            if key != self.last:
+                if self.last is not None:
+                    self._next[self.last] = key
+                self.last = key
+            self._uses[key] = needed = tuple(items)
+            self._look_ahead(key)
+            self.retire(False)
+            self._bring(needed)
+            self._fetch_ahead(key, set(needed))
+
+    def _look_ahead(self, key: Hashable) -> None:
+        """How far away each item's next use is, by what came after each use the last time."""
+        self._distance = dict.fromkeys(self._uses[key], 0)
+        for distance, coming in enumerate(self._coming(key), 1):
+            for item in self._uses[coming]:
+                self._distance.setdefault(item, distance)
+
+    def _coming(self, key: Hashable) -> Iterator[Hashable]:
+        """The uses after this one."""
+        seen = {key}
+        following = self._next.get(key)
+        while following is not None and following not in seen:
+            seen.add(following)
+            yield following
+            following = self._next.get(following)
+
+    def _bring(self, needed: tuple[Movable, ...]) -> None:
+        for item in needed:
+            item.should_go = False
+            self._see(item)
+            if item in self._here:
+                del self._here[item]
+                self._here[item] = None  # used last
+        missing = [item for item in needed if item.buffer is None and item.is_away]
+        self._make_room(sum(item.nbytes for item in missing), set(needed))
+        for item in missing:
+            self._fetch(item)
+        for item in needed:
+            self._arrive(item)
+
+    def _see(self, item: Movable) -> None:
+        """Notice what somebody else has put in the item's place."""
+        if item.is_away:
+            if item.buffer is not None and item.event is None:  # what the slot shows was put back
+                self._wait_out(item)
+                self._forget(item)
+        elif not item.is_here and not self.take_in(item) and not item.is_gradient:
+            tensor = item.parameter
+            raise RuntimeError(
+                f"lowtide: {item.name} is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device} now, and was "
+                f"{tuple(item.shape.size)}, {item.shape.dtype}, on {self.device} when its weights were swapped; call "
+                "remove() of the handle, change the model, and call swap_weights again"
+            )
+
+    def _fetch_ahead(self, key: Hashable, needed: set[Movable]) -> None:
+        for number, coming in enumerate(self._coming(key), 1):
+            missing = [item for item in self._uses[coming] if item.buffer is None and item.is_away]
+            wanted = sum(item.nbytes for item in missing)
+            needed |= set(self._uses[coming])
+            if number > _MOST_AHEAD or not self._has_room(wanted, needed, number):
+                return
+            try:
+                for item in missing:
+                    self._fetch(item)
+            except torch.OutOfMemoryError:
+                return  # its own use will make room
+
+    def _has_room(self, nbytes: int, needed: set[Movable], distance: int) -> bool:
+        """Whether so many bytes find room, without waiting, where what is used later than at `distance` may go."""
+        if self._taken_bytes + nbytes <= self.window_bytes:
+            return True
+        needed = needed.union(*self.open)
+        later = [i for i in self._here if i not in needed and self._distance.get(i, _NEVER) > distance]
+        clean = [item for item in later if item.is_here and item.leaving is None and item.is_clean]
+        if self._taken_bytes + nbytes - sum(item.nbytes for item in clean) > self.window_bytes:
+            return False
+        self._make_room(nbytes, needed, clean)
+        return self._taken_bytes + nbytes <= self.window_bytes
+
+    def _make_room(self, nbytes: int, needed: set[Movable], among: list[Movable] | None = None) -> None:
+        """Send away what is used last until there is room for so many bytes."""
+        if self._taken_bytes + nbytes <= self.window_bytes:
+            return
+        needed = needed.union(*self.open)
+        candidates = [item for item in self._here if item not in needed] if among is None else among
+        candidates.sort(key=lambda item: -self._distance.get(item, _NEVER))
+        leaving: list[Movable] = []
+        for item in candidates:
+            if self._taken_bytes + nbytes - sum(i.nbytes for i in leaving) <= self.window_bytes:
+                break
+            self._arrive(item)
+            self.leave(item)
+            if item.buffer is not None:
+                leaving.append(item)
+        if self._taken_bytes + nbytes > self.window_bytes:
+            self.retire(True)
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, item: Movable) -> None:
+        engine = self.engine
+        assert item.slot is not None and item.buffer is None
+        buffer = engine.new_buffer(item.nbytes, self.device)
+        engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
+        item.buffer = buffer
+        engine.copy_in(item.slot, buffer)
+        item.event = engine.record(Lane.IN)
+        self._count(item)
+        self.fetched_bytes += item.nbytes
+
+    def _arrive(self, item: Movable) -> None:
+        """Have the tensor show its buffer, for what compute does from now on. Raises what went wrong in the copy."""
+        if item.event is None:
+            return
+        assert item.buffer is not None
+        self.stall_seconds += self.engine.wait(Lane.COMPUTE, item.event)
+        error = self.engine.failure(item.event)
+        tensor = item.tensor
+        if error is not None or not item.is_away or tensor is None:
+            self._forget(item)  # somebody has put other bytes there meanwhile, or they did not come
+            if error is not None:
+                raise RuntimeError(f"lowtide: {item.name} could not be read back from the {_tier(item)}: {error}")
+            return
+        tensor.data = item.shape.over(item.buffer)
+        item.version = version_of(tensor)
+        item.event = None
+        item.num_stays += 1
+        if item.num_stays <= NUM_SUMMED and not item.is_gradient:
+            item.total = _sum_of(item.buffer)
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def leave(self, item: Movable) -> None:
+        """Send the item away: at once if the slot has its bytes, else once they are there."""
+        if item.leaving is not None:
+            item.should_go = True
+        elif item.is_here and self._is_unwritten(item):
+            self._drop(item)
+        elif self.send(item):
+            item.should_go = True
+
+    def _is_unwritten(self, item: Movable) -> bool:
+        if not item.is_clean:
+            return False
+        if item.total is None or item.buffer is None or torch.equal(item.total, _sum_of(item.buffer)):
+            return True
+        item.is_always_sent = True  # somebody writes to it through .data
+        return False
+
+    def _drop(self, item: Movable) -> None:
+        """Have the tensor show its slot, and let go of the buffer."""
+        tensor = item.tensor
+        assert tensor is not None and item.away is not None
+        tensor.data = item.away
+        self._forget(item)
+
+    def send(self, item: Movable) -> bool:
+        """Start the copy of the item's bytes to its slot. False where there is nothing that could be sent."""
+        with self.lock, quiet():
+            if item.leaving is not None:
+                return True
+            if not item.is_here and (item.is_away or not self.take_in(item)):
+                return False
+            tensor, engine = item.tensor, self.engine
+            assert tensor is not None and item.slot is not None and item.buffer is not None
+            version = version_of(tensor)
+            engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
+            engine.copy_out(item.buffer, item.slot)
+            item.leaving = engine.record(Lane.OUT), version
+            self._leaving.append(item)
+            self.sent_bytes += item.nbytes
+            return True
+
+    def retire(self, is_blocking: bool) -> None:
+        """See to the copies out that are complete; `is_blocking`: to all, waiting for them."""
+        with self.lock, quiet():
+            while self._leaving:
+                item = self._leaving[0]
+                assert item.leaving is not None
+                if not is_blocking and not self.engine.query(item.leaving[0]):
+                    return
+                self._wait_out(item)
+                if self._leaving and self._leaving[0] is item:
+                    self._leaving.popleft()
+
+    def _wait_out(self, item: Movable) -> None:
+        """The item's copy out, if there is one, to its end."""
+        if item.leaving is None:
+            return
+        event, version = item.leaving
+        self.stall_seconds += self.engine.wait(Lane.COMPUTE, event)
+        while not self.engine.query(event):
+            time.sleep(_POLL_SECONDS)
+        error = self.engine.failure(event)
+        item.leaving = None
+        with contextlib.suppress(ValueError):
+            self._leaving.remove(item)
+        if error is not None:
+            item.version = None
+            warnings.warn(
+                f"lowtide: {item.name} could not be written to the {_tier(item)} ({error}); it stays on {self.device}, "
+                "above the budget, until it can be",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        tensor = item.tensor
+        item.version, item.total = version, None
+        if item.should_go and item.is_here and tensor is not None and version_of(tensor) == version:
+            self._drop(item)
+
+    def hide_all(self) -> None:
+        """Send everything away, and wait until main memory and files have it."""
+        with self.lock, quiet():
+            for item in list(self._here):
+                self._arrive(item)
+                self.leave(item)
+                if item.leaving is None:  # gone, or not ours any more
+                    self._forget(item)
+            self.retire(True)
+
+    def free(self, item: Movable) -> None:
+        """Give the item's place back. Its tensor shows other memory by now."""
+        self._wait_out(item)
+        self._forget(item)
+        if item.slot is not None and item.away is not None:
+            self.items.pop(storage_key(item.away.untyped_storage()), None)
+            slot, item.slot, item.away = item.slot, None, None
+            del self.hosts[item]
+            self.engine.free(slot)
+
+
+_NEVER = 1 << 30
+
+
+def _tier(item: Movable) -> str:
+    return "slower tier" if item.slot is None else item.slot.tier
+
+
+def _sum_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A number that changes when a byte does (but for changes that cancel out)."""
+    flat = byte_view(storage)
+    whole = flat.numel() // 8 * 8
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What lowtide does itself is no part of the program: no gradients, no modes that watch."""
+    with DisableFuncTorch(), disable_current_modes(), torch.inference_mode(mode=False), torch.no_grad():
+        yield

@@ -1,0 +1,612 @@
+"""The door of this room: weights, gradients and optimizer state that are on the device for their layer's turn alone.
+
+What: `swap_weights(model, optimizer, budget=...)` keeps the parameters of each layer in main memory or in a file. A
+layer's weights are fetched ahead of its forward, and again for its backward (or before it is computed again); others
+leave for them. Gradients leave as they are complete, or are used by the update within backward (`update="in_backward"`)
+and never pile up. `swap_optimizer` moves the moments, and has the weights and gradients of each of its parts brought.
+
+    budget = weights and gradients that are there at a time (a window)
+             + three buckets of optimizer state and what the optimizer needs beside one
+What the budget has beyond that stays on the device: whole layers, which are then plain.
+
+Parameters stay the user's own objects, with their hooks and versions. What autograd saves of a weight, or of a view of
+it, is a handle on the parameter: it checks the version and takes the bytes from wherever they are then. So a graph
+holds no weight on the device. A copy changes no bit, and the optimizer's own step runs on the device.
+
+Cost: weights cross the link twice a step inwards and once back, moments once each way, gradients, with `update="step"`,
+once each way. Python: about 60 us for each tensor and direction.
+Refused by name: several ranks, FSDP2, DDP, compiled modules, a model under a plan (put the plan on after this). Staying
+on the device: parameters below `min_bytes`, those of modules around the layers, and those that share memory with
+others. On an accelerator a weight that is read outside of its layer's turn is NaN: use `handle.here()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide.engines.base import EngineChoice
+from lowtide.engines.host import IDLE_BUFFER_BYTES
+from lowtide.engines.tiers.disk import CHUNK_BYTES
+from lowtide.engines.tiers.host_buffers import HEAP_SLACK_BYTES
+from lowtide.errors import ConfigError, TierFull
+from lowtide.optimizer.buckets import LEAST_BYTES
+from lowtide.optimizer.requests import check_names, engine_for, tiers_from
+from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
+from lowtide.profiling.layers import find_layers
+from lowtide.runtime.saved.handle import Kept, open_handle
+from lowtide.runtime.session.forward_patch import ForwardPatch, patched_module
+from lowtide.tensors.compiled import compiled_parts
+from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, swapped_weights_of
+from lowtide.tensors.optimizers import bare, parameters_of
+from lowtide.tensors.private import (
+    are_saved_tensors_hooks_enabled,
+    are_transforms_active,
+    storage_key,
+    top_saved_tensors_hooks,
+    tree_leaves,
+)
+from lowtide.tensors.ranks import has_company
+from lowtide.tensors.view import Shape, View
+from lowtide.tensors.wrappers import is_distributed
+from lowtide.units import MIB, format_bytes, parse_bytes
+from lowtide.weights.moves import Movable, WeightMoves, quiet
+
+UPDATES = ("step", "in_backward")
+MIN_BYTES = 64 * 1024
+_CALL = "lowtide.swap_weights"
+_BUCKET_SHARE = 16
+_MOST_BUCKET_BYTES = 128 * MIB
+_BUCKETS = 4
+"""Three buckets of state on the device, and temporaries of the update of one."""
+_HOST_BYTES = HEAP_SLACK_BYTES + IDLE_BUFFER_BYTES + 2 * CHUNK_BYTES
+"""Resident memory of the host engine beside what it holds; of a small budget a quarter is set aside for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStats:
+    """What a handle has done so far. Bytes are of this rank."""
+
+    swapped_bytes: int
+    """Weights that are elsewhere between their layers' turns."""
+    resident_bytes: int
+    """Weights that stay on the device."""
+    window_bytes: int
+    """Most bytes of weights and gradients that may be on the device at a time."""
+    peak_bytes: int
+    """Most bytes of them that were."""
+    fetched_bytes: int
+    sent_bytes: int
+    stall_seconds: float
+    """Time that the calling thread waited for copies of weights and gradients."""
+
+
+class _Unit:
+    """A layer, or another part of the model: what comes and goes together."""
+
+    def __init__(self, name: str, module: nn.Module, items: list[Movable]) -> None:
+        self.name = name
+        self.module = module
+        self.items = items
+        self.gradients: list[Movable] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+
+class HeldWeight:
+    """What autograd holds instead of a weight, or of a view of one."""
+
+    __slots__ = ("_item", "_swap", "_unit", "_view")
+
+    def __init__(self, swap: WeightSwap, item: Movable, unit: _Unit, tensor: torch.Tensor) -> None:
+        self._swap = swap
+        self._item = item
+        self._unit = unit
+        with quiet():
+            self._view = View(tensor)
+
+    def open(self) -> torch.Tensor:
+        """The tensor, fetched if need be. Raises RuntimeError if it was modified in place since it was saved."""
+        self._view.check()
+        return self._view.over(self._swap.storage_of(self._item, self._unit))
+
+
+class _Elsewhere:
+    """A saved tensor that hooks around the layer have taken."""
+
+    __slots__ = ("_unpack", "_value")
+
+    def __init__(self, value: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._value = value
+        self._unpack = unpack
+
+    def open(self) -> torch.Tensor:
+        return self._unpack(self._value)
+
+
+def swap_weights(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    budget: int | str | None = None,
+    update: str = "step",
+    tier: str = "host",
+    engine: EngineChoice = None,
+    min_bytes: int | str = MIN_BYTES,
+) -> WeightSwap:
+    """See `lowtide.swap_weights`."""
+    found = bare(optimizer) if optimizer is not None else None
+    _check(model, found, update)
+    check_names(tier, "auto")
+    least = parse_bytes(min_bytes)
+    movable = _units_of(model, least)
+    if not movable:
+        raise ConfigError(
+            f"{_CALL}: {type(model).__name__} has no weights of {format_bytes(least)} and more that could move; give "
+            "a smaller min_bytes"
+        )
+    parameters = [item.parameter for unit in movable for item in unit.items]
+    device = parameters[0].device
+    mode = update if found is not None else "none"
+    window_bytes, bucket_bytes, staying = _sizes(movable, budget, mode, is_host=device.type == "cpu")
+    movable = [unit for unit in movable if unit not in staying]
+    chosen = engine_for(engine, torch.optim.SGD(parameters[:1], lr=0.0), tier)
+    moves = WeightMoves(chosen, device, tiers_from(chosen, tier))
+    moves.window_bytes = window_bytes
+    swap = WeightSwap(model, movable, moves, closes_engine=chosen is not engine)
+    try:
+        swap.attach(found, update, bucket_bytes)
+    except BaseException:
+        swap.remove()
+        raise
+    return swap
+
+
+def _units_of(model: nn.Module, least_bytes: int) -> list[_Unit]:
+    """The parts of a model with the weights in them that can move; a tied one is in several."""
+    counts = Counter(storage_key(p.untyped_storage()) for p in model.parameters() if is_plain(p))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    item_of = {p: Movable(names[p], p, is_gradient=False) for p in names if _can_move(p, least_bytes, counts)}
+    units = [
+        _Unit(name, module, [item_of[p] for p in module.parameters() if p in item_of])
+        for name, module in _parts_of(model).items()
+    ]
+    return [unit for unit in units if unit.items]
+
+
+def _check(model: Any, optimizer: Any, update: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{_CALL}: model= takes a torch.nn.Module, not {type(model).__name__}")
+    if update not in UPDATES:
+        raise ConfigError(f"{_CALL}: update '{update}' is none of {', '.join(UPDATES)}")
+    _check_model(model)
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if optimizer is None and trained:
+        raise ConfigError(f"{_CALL}: optimizer= is missing, and {type(model).__name__} has weights that are trained")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{_CALL}: optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+
+
+def _check_model(model: nn.Module) -> None:
+    if fsdp_modules(model) or any(is_distributed(parameter) for parameter in model.parameters()):
+        raise ConfigError(
+            f"{_CALL}: {type(model).__name__} is sharded by FSDP2 (fully_shard), which moves weights itself; swap the "
+            "weights of a model that is not sharded, or use swap_optimizer, which works with it"
+        )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or has_company():
+        raise ConfigError(
+            f"{_CALL}: is for one rank: gradients of other ranks are not there yet when a layer's own leave; use "
+            "swap_optimizer, which works with DDP and FSDP2"
+        )
+    if swapped_weights_of(model) is not None:
+        raise ConfigError(f"{_CALL}: the weights of this model are swapped already; call remove() of the handle first")
+    under = patched_module(model)
+    if under is not None:
+        raise ConfigError(
+            f"{_CALL}: this model is under a lowtide plan already; call remove() on it, swap the weights, and apply "
+            "the plan after that"
+        )
+    compiled = next(iter(compiled_parts(model)), None)
+    if compiled is not None:
+        raise ConfigError(f"{_CALL}: '{compiled}' is compiled, and compiled code holds its weights; do not compile it")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
+        where = f"parameters on {' and '.join(devices)}" if devices else "no parameters"
+        raise ConfigError(f"{_CALL}: {type(model).__name__} has {where}; all must be on one device, with memory")
+
+
+def _parts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """What comes and goes together, by name: layers, and the outermost modules that have none inside."""
+    layers = set(find_layers(model))
+    found: dict[str, nn.Module] = {}
+
+    def walk(module: nn.Module, name: str) -> None:
+        path = f"{name}." if name else ""
+        holds_layers = any(layer.startswith(path) for layer in layers) if path else True
+        children = [(child, f"{path}{key}") for key, child in module.named_children()]
+        if name in layers or not holds_layers or (not name and not children):
+            if module not in found.values() and next(module.parameters(), None) is not None:
+                found[name] = module
+            return
+        for child, child_name in children:
+            walk(child, child_name)
+
+    walk(model, "")
+    return found
+
+
+def _can_move(parameter: nn.Parameter, least_bytes: int, counts: Counter) -> bool:
+    """Plain, not small, and alone in its memory."""
+    if not is_plain(parameter) or type(parameter) not in PLAIN_TYPES or parameter.nbytes < least_bytes:
+        return False
+    storage, shape = parameter.untyped_storage(), Shape.of(parameter)
+    is_alone = storage.nbytes() == parameter.nbytes == shape.end_bytes() and shape.offset == 0
+    return is_alone and counts[storage_key(storage)] == 1
+
+
+def _sizes(
+    units: list[_Unit], budget: int | str | None, update: str, *, is_host: bool
+) -> tuple[int, int | None, list[_Unit]]:
+    """Deal out a budget: the window, the bucket of optimizer state (None: as `swap_optimizer` chooses), and the parts
+    that stay. Raises ConfigError where it is too small."""
+    largest = max(unit.nbytes for unit in units)
+    # In backward a layer's weights and gradients are there, and the weights of the next one arrive.
+    factor = 2 if update == "step" else 1
+    least = (factor + 1) * largest
+    in_flight = 2 * largest if update == "in_backward" else 0
+    if budget is None:
+        return least, None, []
+    try:
+        total = parse_bytes(budget)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{_CALL}: budget: {error}") from error
+    asked, total = total, total - min(total // 4, _HOST_BYTES) * is_host
+    bucket = 0
+    if update != "none":
+        bucket = min(max(total // _BUCKET_SHARE, LEAST_BYTES), _MOST_BUCKET_BYTES)
+    window = total - _BUCKETS * bucket - in_flight
+    if window < least:
+        floor = least + in_flight
+        needed = floor + _BUCKETS * max(floor // (_BUCKET_SHARE - _BUCKETS) + 1, LEAST_BYTES)
+        needed = needed if bucket else floor
+        needed += min(needed // 3 + 1, _HOST_BYTES) * is_host
+        raise ConfigError(
+            f"{_CALL}: budget {format_bytes(asked)} is too small: the largest part that moves at once has "
+            f"{format_bytes(largest)} of weights, and with its gradients, the next part and the optimizer's state "
+            f"{format_bytes(needed)} are needed; give at least that"
+        )
+    staying: list[_Unit] = []
+    spare = window - 2 * max(least, bucket)  # at most two bytes of weights and gradients to one of state, in an update
+    if sum(unit.nbytes for unit in units) * factor <= window:
+        return window, bucket or None, units
+    for unit in units:
+        if unit.nbytes * factor <= spare:
+            spare -= unit.nbytes * factor
+            window -= unit.nbytes * factor
+            staying.append(unit)
+    return window, bucket or None, staying
+
+
+class WeightSwap:
+    """The handle of one model. Made by `swap_weights`."""
+
+    def __init__(self, model: nn.Module, units: list[_Unit], moves: WeightMoves, *, closes_engine: bool) -> None:
+        self.model = model
+        self._units = units
+        self._moves = moves
+        self._closes_engine = closes_engine
+        self.weights: dict[torch.Tensor, Movable] = {i.parameter: i for unit in units for i in unit.items}
+        """The weights that come and go."""
+        self._unit_of = {item: unit for unit in reversed(units) for item in unit.items}
+        self._gradients: dict[torch.Tensor, Movable] = {}
+        self._open: list[_Unit] = []
+        """Parts whose forward runs now, from the outside in."""
+        self._used: set[_Unit] = set()
+        self._has_warned = False
+        self._undo: list[Callable[[], Any]] = []
+        self._optimizer_swap: OptimizerSwap | None = None
+        self.device = moves.device
+
+    # -- attach and remove ---------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: torch.optim.Optimizer | None, update: str, bucket_bytes: int | None) -> None:
+        """Send the weights away, one after the other, and put on what brings them back in time."""
+        moves = self._moves
+        if optimizer is not None and self.weights:
+            self._optimizer_swap = swap_optimizer(
+                optimizer,
+                overlap=update,
+                resident=0.0,
+                bucket_bytes="auto" if bucket_bytes is None else bucket_bytes,
+                engine=moves.engine,
+                weights=self,
+            )
+        self._place_all({*parameters_of(optimizer)} if optimizer is not None and update == "step" else set())
+        for item in self.weights.values():
+            moves.send(item)
+            moves.leave(item)
+            moves.retire(True)
+        self._put_on_hooks(optimizer)
+        moves.engine.forget_free_memory()  # what the weights took
+
+    def _place_all(self, stepped: set[torch.Tensor]) -> None:
+        wanted = sum(item.nbytes * (2 if parameter in stepped else 1) for parameter, item in self.weights.items())
+        try:
+            for unit in self._units:
+                for item in unit.items:
+                    if item.slot is None:
+                        self._moves.place(item)
+                    parameter = item.parameter
+                    if parameter in stepped and parameter.requires_grad and parameter not in self._gradients:
+                        gradient = Movable(f"the gradient of {item.name}", parameter, is_gradient=True)
+                        self._moves.place(gradient)
+                        self._gradients[parameter] = gradient
+                    if parameter in self._gradients:
+                        unit.gradients.append(self._gradients[parameter])
+        except TierFull as error:
+            raise ConfigError(
+                f"{_CALL}: {format_bytes(wanted)} of weights and gradients have no room on "
+                f"{' and '.join(self._moves.engine.tiers)} ({error}); make room, or give a larger budget, so that more "
+                "of them stay on the device"
+            ) from error
+
+    def _put_on_hooks(self, optimizer: torch.optim.Optimizer | None) -> None:
+        undo = self._undo
+        modules = {unit.module: unit for unit in self._units}
+        if self.model not in modules:
+            undo.append(ForwardPatch(self.model, self._around_model, weights=self).undo)
+        for module, unit in modules.items():
+            undo.append(ForwardPatch(module, self._around(unit), weights=self).undo)
+            for inner in module.modules():
+                own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
+                if own:
+                    undo.append(inner.register_load_state_dict_pre_hook(self._before_load(own)).remove)
+        undo.append(self.model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove)
+        undo.append(self.model.register_state_dict_post_hook(lambda *words: self._shown_in(words[1])).remove)
+        for parameter, item in self._gradients.items():
+            undo.append(parameter.register_hook(_hook(self, item, WeightSwap._before_gradient)).remove)
+            complete = _hook(self, item, WeightSwap._after_gradient)
+            undo.append(parameter.register_post_accumulate_grad_hook(complete).remove)
+        if optimizer is not None:
+            undo.append(optimizer.register_step_post_hook(lambda *_: self.flush()).remove)
+
+    def remove(self) -> None:
+        """Bring weights and gradients back to the device, in plain tensors, and leave the model and its optimizer as
+        they were. Idempotent. Where memory runs out the swap stays in force, and a later call goes on from there."""
+        moves = self._moves
+        with moves.lock:
+            moves.hide_all()
+            if self._optimizer_swap is not None:
+                self._optimizer_swap.detach()
+                self._optimizer_swap = None
+            for item in [*self.weights.values(), *self._gradients.values()]:
+                if item.is_away:
+                    tensor, host = item.tensor, moves.hosts[item]
+                    assert tensor is not None
+                    with quiet():
+                        plain = torch.empty_strided(*item.shape[:2], dtype=item.shape.dtype, device=self.device)
+                        tensor.data = plain.copy_(host)
+                moves.free(item)
+            while self._undo:
+                self._undo[-1]()
+                self._undo.pop()
+            if self._closes_engine:
+                moves.engine.close()
+
+    def __enter__(self) -> WeightSwap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    # -- a layer's turn ------------------------------------------------------------------------------------------------
+
+    def _around(self, unit: _Unit) -> Callable[[Callable, tuple, dict], Any]:
+        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            self._used.add(unit)
+            self._open.append(unit)
+            try:
+                with self._moves.using(("forward", unit.name), unit.items), self._holding_saved():
+                    output = forward(*args, **kwargs)
+            finally:
+                self._open.remove(unit)
+            if torch.is_grad_enabled():
+                self._wait_for_backward(unit, output)
+            elif unit.module is self.model:
+                self.flush()
+            return output
+
+        return around
+
+    def _around_model(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        output = forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.flush()  # no backward follows, and who reads or writes weights now is to find all of them alike
+        return output
+
+    def _wait_for_backward(self, unit: _Unit, output: Any) -> None:
+        """Have the part's weights there when its backward begins."""
+        if are_transforms_active():
+            return
+        hook = _hook(self, unit, WeightSwap._backward)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(hook)
+
+    def _backward(self, unit: _Unit) -> None:
+        key = ("backward", unit.name)
+        if self._moves.last != key:
+            away = [item for item in unit.gradients if item.is_away]
+            new = tuple(item for item in unit.gradients if item.tensor is None)
+            self._moves.use(key, [*unit.items, *away], new)
+
+    # -- what autograd saves -------------------------------------------------------------------------------------------
+
+    def _holding_saved(self) -> contextlib.AbstractContextManager[Any]:
+        """Hooks around a part's forward that give `HeldWeight`s for weights. The hooks of a plan call `hold` by
+        themselves; a checkpoint region saves nothing."""
+        if not torch.is_grad_enabled() or not are_saved_tensors_hooks_enabled() or are_transforms_active():
+            return contextlib.nullcontext()
+        hooks = top_saved_tensors_hooks()
+        if hooks is None:
+            return saved_tensors_hooks(self._pack_alone, open_handle)
+        module = getattr(hooks[0], "__module__", "")
+        if module.startswith("lowtide.") or module == "torch.utils.checkpoint":
+            return contextlib.nullcontext()
+        pack, unpack = hooks
+
+        def pack_beside(tensor: torch.Tensor) -> Any:
+            return self.hold(tensor) or _Elsewhere(pack(tensor), unpack)
+
+        return saved_tensors_hooks(pack_beside, open_handle)
+
+    def _pack_alone(self, tensor: torch.Tensor) -> Any:
+        return self.hold(tensor) or Kept(tensor)
+
+    def hold(self, tensor: torch.Tensor) -> HeldWeight | None:
+        """A handle on a saved tensor that shows a swapped weight; None for any other."""
+        if type(tensor) not in PLAIN_TYPES or not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        item = self._moves.items.get(storage_key(tensor.untyped_storage()))
+        if item is None or item.is_gradient:
+            return None
+        unit = next((unit for unit in reversed(self._open) if item in unit.items), self._unit_of[item])
+        return HeldWeight(self, item, unit, tensor)
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a weight that comes and goes."""
+        return tensor in self.weights
+
+    def storage_of(self, item: Movable, unit: _Unit) -> torch.UntypedStorage:
+        """The weight's bytes on the device, for the backward of this part."""
+        with self._moves.lock:
+            self._backward(unit)
+            if not item.is_here:
+                self._moves.bring([item])
+            assert item.buffer is not None
+            return item.buffer
+
+    # -- gradients and updates -----------------------------------------------------------------------------------------
+
+    def _before_gradient(self, item: Movable) -> None:
+        """A gradient is about to be added to one that has left."""
+        if item.is_away:
+            self._moves.bring([item])
+
+    def _after_gradient(self, item: Movable) -> None:
+        """A gradient is complete, for this backward pass."""
+        if self._moves.send(item):
+            self._moves.leave(item)
+            self._moves.retire(False)
+        self._warn_of_unused(self.weights[item.parameter])
+
+    def _warn_of_unused(self, item: Movable) -> None:
+        unit = self._unit_of[item]
+        if unit in self._used or self._has_warned or any(item in used.items for used in self._used):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"lowtide: gradients of '{unit.name}' ({type(unit.module).__name__}) arrived, and its forward was never "
+            "called: somebody reads its weights past it, and they are not brought to the device for that",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    @contextlib.contextmanager
+    def holding(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Within, an optimizer may step these parameters: their weights and gradients are on the device."""
+        chosen = list(parameters)
+        weights = [self.weights[p] for p in chosen if p in self.weights]
+        gradients = [self._gradients[p] for p in chosen if p in self._gradients]
+        items = [*weights, *(item for item in gradients if item.tensor is not None)]
+        if not items:
+            yield
+            return
+        with self._moves.using(("update", items[0].name), items):
+            yield
+        for item in weights:
+            if not item.is_clean:
+                self._moves.send(item)
+
+    # -- what others see -----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Send away what is on the device, and block until main memory and files have all of it."""
+        self._moves.hide_all()
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Within, all weights and gradients are on the device, whatever the budget: to read or change them there."""
+        items = (*self.weights.values(), *(i for i in self._gradients.values() if i.tensor is not None))
+        self._moves.open.append(items)
+        try:
+            self._moves.bring(items)
+            yield
+        finally:
+            self._moves.open.remove(items)
+            self.flush()
+
+    def _before_load(self, items: list[Movable]) -> Callable[..., None]:
+        return lambda *_: self._moves.bring(items)
+
+    def _shown_in(self, state_dict: dict[str, Any]) -> None:
+        """A checkpoint is made: of weights that are away, it has the tensors in main memory."""
+        if self.device.type == "cpu":
+            return  # they are what the parameters show
+        self.flush()
+        for key, value in list(state_dict.items()):
+            if isinstance(value, torch.Tensor) and is_plain(value):
+                item = self._moves.items.get(storage_key(value.untyped_storage()))
+                if item is not None and item.is_away:
+                    state_dict[key] = self._moves.hosts[item]
+
+    @property
+    def stats(self) -> WeightStats:
+        """What was moved so far, and what lives where."""
+        swapped = sum(item.nbytes for item in self.weights.values())
+        total = sum(parameter.nbytes for parameter in self.model.parameters())
+        moves = self._moves
+        return WeightStats(
+            swapped_bytes=swapped,
+            resident_bytes=total - swapped,
+            window_bytes=moves.window_bytes,
+            peak_bytes=moves.peak_bytes,
+            fetched_bytes=moves.fetched_bytes,
+            sent_bytes=moves.sent_bytes,
+            stall_seconds=moves.stall_seconds,
+        )
+
+    def __str__(self) -> str:
+        stats = self.stats
+        tiers = sorted({item.slot.tier for item in self.weights.values() if item.slot is not None})
+        return (
+            f"{type(self.model).__name__}: {format_bytes(stats.swapped_bytes)} of weights on "
+            f"{', '.join(tiers) or 'no tier'} in {len(self._units)} parts, {format_bytes(stats.resident_bytes)} "
+            f"resident; {format_bytes(stats.peak_bytes)} of weights and gradients at most on {self.device} "
+            f"(window {format_bytes(stats.window_bytes)}); {format_bytes(stats.fetched_bytes)} fetched, "
+            f"{format_bytes(stats.sent_bytes)} sent, {stats.stall_seconds:.3f} s waited"
+        )
+
+
+def _hook(swap: WeightSwap, subject: Any, call: Callable[[WeightSwap, Any], None]) -> Callable[..., None]:
+    """A hook that does not keep the handle alive: parameters and graphs may live longer."""
+    me = weakref.ref(swap)
+
+    def hook(*_: Any) -> None:
+        found = me()
+        if found is not None:
+            call(found, subject)
+
+    return hook

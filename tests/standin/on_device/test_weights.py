@@ -1,0 +1,66 @@
+"""Weights that come and go on the stand-in device, with copies that are late, early, or anything between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lowtide
+from tests.standin import device
+from tests.standin.swaps import HERE
+from tests.support import zoo
+
+NAMES = ("llama", "llama_bf16", "mlp", "tied", "lora", "transformer_encoder")
+
+
+def _on_host(result: zoo.Result) -> zoo.Result:
+    return zoo.Result(**{name: {k: v.cpu() for k, v in part.items()} for name, part in vars(result).items()})
+
+
+def _trained(name: str, plan: dict | None, update: str | None) -> zoo.Result:
+    case = zoo.CASES[name]
+    model = case.build(3, HERE)
+    optimizer = zoo.make_optimizer(model)
+    handle = None
+    if update is not None:
+        handle = lowtide.swap_weights(model, optimizer, update=update, min_bytes=1)
+    tide = lowtide.apply(model, plan, optimizer=optimizer) if plan is not None else None
+    result = zoo.train(case, model, optimizer, 3, num_steps=3, device=HERE)
+    if tide is not None:
+        tide.remove()
+    if handle is not None:
+        handle.remove()
+        result.parameters.update({f"3:{n}": p.detach().clone() for n, p in model.named_parameters()})
+    return _on_host(result)
+
+
+@pytest.mark.parametrize("policy", ["late", "early", "hidden", 5, 11])
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_bits_whatever_copies_do(name: str, policy: str | int) -> None:
+    device.play("early")
+    layers = list(zoo.CASES[name].layers)
+    plan = None if policy == "late" else zoo.mixed(swap=layers[::2], recompute=layers[1::2])
+    plain = _trained(name, None, None)
+    device.play(policy)
+    device.forget_violations()
+    found = _trained(name, plan, "in_backward")
+    device.play("early")
+    assert not device.violations()
+    assert {k: v.tolist() for k, v in found.loss.items()} == {k: v.tolist() for k, v in plain.loss.items()}
+    for key, value in plain.parameters.items():
+        assert torch.equal(found.parameters[key], value), key
+
+
+def test_a_checkpoint_has_the_right_numbers_and_can_be_loaded() -> None:
+    case = zoo.CASES["llama"]
+    model, other = case.build(3, HERE), case.build(4, HERE)
+    optimizer = zoo.make_optimizer(model)
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    new = {name: value.cpu() for name, value in other.state_dict().items()}
+    with lowtide.swap_weights(model, optimizer, min_bytes=1) as handle:
+        assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+        model.load_state_dict(new)
+        assert all(torch.equal(value.cpu(), new[name]) for name, value in model.state_dict().items())
+        with handle.here():
+            assert all(torch.equal(value.cpu(), new[name]) for name, value in model.named_parameters())
+    assert all(torch.equal(value.cpu(), new[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,304 @@
+"""What users do with a model whose weights are elsewhere: read, write, save, load, average, freeze; and what fails."""
+
+from __future__ import annotations
+
+import copy
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+
+import lowtide
+from lowtide.engines.host import HostEngine
+from tests.support.virtual_engine import VirtualEngine
+from tests.weights.test_bit_equality import Small
+
+TOKENS = torch.arange(16).reshape(2, 8)
+
+
+def two() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
+    """A model whose weights are swapped by the caller, and a plain one like it."""
+    torch.manual_seed(0)
+    model = Small()
+    plain = copy.deepcopy(model)
+    made = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
+    return model, made[0], plain, made[1]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(TOKENS).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_alike(model: nn.Module, plain: nn.Module) -> None:
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def _write_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def _assign_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def _write(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def _average(model: nn.Module) -> None:
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average.update_parameters(model)
+    average.update_parameters(model)
+    model.load_state_dict(average.module.state_dict())
+
+
+def _evaluate_and_write(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(TOKENS)
+    _write_data(model)
+
+
+def _write_in_between(model: nn.Module) -> None:
+    loss = model(TOKENS)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.grad)
+
+
+HABITS: list[Callable[[nn.Module], None]] = [
+    *(_write_data, _assign_data, _write, _load, _average, _evaluate_and_write, _write_in_between)
+]
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+def test_a_habit_between_steps(habit: Callable[[nn.Module], None]) -> None:
+    model, optimizer, plain, plain_optimizer = two()
+    with lowtide.swap_weights(model, optimizer, min_bytes=1):
+        for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+            step(each, its_own)
+            habit(each)
+            step(each, its_own)
+        assert_alike(model, plain)
+    assert_alike(model, plain)
+
+
+class Clamped(nn.Linear):
+    """Writes to its own weight through `.data`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_through_data() -> None:
+    results = []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Clamped(24, 24) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        handle = lowtide.swap_weights(model, optimizer, min_bytes=1) if swapped else None
+        for number in range(5):
+            model(torch.full((2, 24), 0.1 * number)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_weight_written_between_forward_and_backward_is_plain_autograds_error() -> None:
+    model, optimizer, *_ = two()
+    with lowtide.swap_weights(model, optimizer, min_bytes=1):
+        loss = model(TOKENS)
+        with torch.no_grad():
+            model.layers[1].up.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_second_backward_and_frozen_weights() -> None:
+    model, _, plain, _ = two()
+    for each in (model, plain):
+        each.embed.weight.requires_grad_(False)
+        each.layers[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1):
+        for each in (model, plain):
+            loss = each(TOKENS)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
+
+
+def test_lora_by_peft() -> None:
+    peft = pytest.importorskip("peft")
+    losses = []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(Small(), peft.LoraConfig(r=2, target_modules=["up", "down"]))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        handle = lowtide.swap_weights(model, optimizer, min_bytes=1) if swapped else None
+        for _ in range(3):
+            loss = model(TOKENS)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if handle is not None:
+            handle.remove()
+    assert losses[:3] == losses[3:]
+
+
+def test_a_budget_keeps_what_it_can() -> None:
+    model = Small(num_layers=12)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, budget="1GiB") as handle:
+        assert handle.stats.swapped_bytes == 0
+    least = _least(model, optimizer)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, budget=least) as handle:
+        step(model, optimizer)
+        assert handle.stats.peak_bytes <= handle.stats.window_bytes <= least
+        all_of_it = handle.stats.swapped_bytes
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, budget=least + 90_000) as handle:
+        step(model, optimizer)
+        assert 0 < handle.stats.swapped_bytes < all_of_it
+        assert handle.stats.peak_bytes <= handle.stats.window_bytes
+
+
+def _least(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    with pytest.raises(lowtide.ConfigError, match="is too small: the largest part") as caught:
+        lowtide.swap_weights(model, optimizer, min_bytes=1, budget=4096)
+    number, unit = str(caught.value).split(" are needed")[0].split()[-2:]
+    return int((float(number) + 0.05) * {"KiB": 2**10, "MiB": 2**20}[unit])
+
+
+REFUSALS: list[tuple[str, Callable[[nn.Module, Any], object]]] = [
+    ("optimizer= is missing", lambda model, _: lowtide.swap_weights(model)),
+    ("'later' is none of step, in_backward", lambda model, o: lowtide.swap_weights(model, o, update="later")),
+    ("takes a torch.nn.Module, not int", lambda _, o: lowtide.swap_weights(3, o)),  # type: ignore[arg-type]
+    ("has no weights of 1.0 GiB and more", lambda model, o: lowtide.swap_weights(model, o, min_bytes="1GiB")),
+    ("is compiled", lambda model, o: (model.layers[0].compile(), lowtide.swap_weights(model, o, min_bytes=1))),
+    ("swapped already", lambda model, o: [lowtide.swap_weights(model, o, min_bytes=1) for _ in range(2)]),
+    (
+        "has parameters on meta; all must be on one device, with memory",
+        lambda model, o: lowtide.swap_weights(model.to("meta"), o),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "call"), REFUSALS, ids=[text for text, _ in REFUSALS])
+def test_refusals_say_what_and_why(text: str, call: Callable[[nn.Module, Any], object]) -> None:
+    model, optimizer, *_ = two()
+    with pytest.raises(lowtide.ConfigError, match=text):
+        call(model, optimizer)
+
+
+def test_fsdp2_is_refused_by_name() -> None:
+    model, optimizer, *_ = two()
+    sharded = type("Sharded", (Small, fsdp.FSDPModule), {})
+    model.__class__ = sharded
+    with pytest.raises(lowtide.ConfigError, match=r"sharded by FSDP2 \(fully_shard\)"):
+        lowtide.swap_weights(model, optimizer, min_bytes=1)
+
+
+def test_a_full_tier_is_an_error_and_leaves_the_model_plain() -> None:
+    model, optimizer, plain, plain_optimizer = two()
+    engine = HostEngine(disk_budget_bytes=40_000)
+    with pytest.raises(lowtide.ConfigError, match=r"of weights and gradients have no room on disk \(disk budget"):
+        lowtide.swap_weights(model, optimizer, min_bytes=1, engine=engine)
+    assert not any(engine.memory_in_use().values())
+    for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+        step(each, its_own)
+    assert_alike(model, plain)
+    assert "forward" not in vars(model.layers[0])
+
+
+def test_a_copy_that_fails_later_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, plain, plain_optimizer = two()
+    engine = HostEngine()
+    write, failing = engine.disk.write, [False]
+
+    def refuse(offset: int, address: int, nbytes: int) -> None:
+        if failing[0]:
+            raise OSError(28, "No space left on device")
+        write(offset, address, nbytes)
+
+    engine.disk.write = refuse  # type: ignore[method-assign]
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine=engine):
+        for number in range(4):
+            failing[0] = number == 1
+            for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+                if failing[0] and each is model:
+                    with pytest.warns(RuntimeWarning, match="could not be written to the disk"):
+                        step(each, its_own)
+                else:
+                    step(each, its_own)
+        assert_alike(model, plain)
+    assert_alike(model, plain)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_ctrl_c_in_every_phase_loses_nothing(seed: int) -> None:
+    """After it each weight has its bytes of before the step or of after it, or has only decayed, where the interrupt
+    came within the optimizer's own lines, as in plain torch. The model can be made plain."""
+    model, optimizer, plain, plain_optimizer = two()
+    handle = lowtide.swap_weights(model, optimizer, min_bytes=1, update=("step", "in_backward")[seed % 2])
+    for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+        step(each, its_own)
+    before = [parameter.detach().clone() for parameter in plain.parameters()]
+    began = time.perf_counter()
+    step(plain, plain_optimizer)
+    wait = random.Random(seed).uniform(0.0, 12 * (time.perf_counter() - began))
+    timer = threading.Timer(wait, signal.raise_signal, [signal.SIGINT])
+    try:
+        timer.start()
+        step(model, optimizer)
+        timer.join()
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        pass
+    after = [parameter.detach().clone() for parameter in model.parameters()]
+    for found, old, new in zip(after, before, plain.parameters(), strict=True):
+        assert any(torch.equal(found, each) for each in (old, new, old * (1 - 1e-2 * 1e-2)))
+    try:
+        handle.remove()
+    except KeyboardInterrupt:
+        handle.remove()
+    assert all(map(torch.equal, model.parameters(), after))
+    model(TOKENS).backward()
+
+
+def test_nothing_is_left_behind() -> None:
+    engine = VirtualEngine(1)
+    model, optimizer, *_ = two()
+    kept = {name: [*vars(module)] for name, module in model.named_modules()}
+    ids = [id(parameter) for parameter in model.parameters()]
+    for _ in range(3):
+        with lowtide.swap_weights(model, optimizer, min_bytes=1, engine=engine):
+            step(model, optimizer)
+    assert {name: [*vars(module)] for name, module in model.named_modules()} == kept
+    assert [id(parameter) for parameter in model.parameters()] == ids
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not any(module._load_state_dict_pre_hooks for module in model.modules())
+    assert engine.num_slots == 0
