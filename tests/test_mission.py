@@ -119,9 +119,9 @@ ADAPTIVE = (
         "runtime/autopilot/test_autopilot::test_two_ranks_follow_one_plan_and_fail_together"),
     Row("policies on disk", "works", "`lowtide plan --out`, `Plan.from_json`, `lowtide.apply(model, plan)`",
         "runtime/session/test_old_plans::test_a_plan_of_0_1_0_is_carried_out"),
-    Row("SwapManager: swap in time, so that no step ends out of memory", "in part", "the guard spills near the limit; "
-        "a layer that runs more often than planned may pass the budget",
-        "runtime/offload/test_spill::test_the_peak_stays_below_the_limit_and_what_was_saved_first_goes_first"),
+    Row("SwapManager: swap in time, so that no step ends out of memory", "works", "the guard spills "
+        "before the limit, in steps that are longer than planned too, and the next step has a plan of its own",
+        "test_longer_steps::test_the_budget_holds_in_every_step"),
     Row("out of memory is caught", "works", "`tide.step` takes the micro-batch back and runs it again",
         "runtime/session/test_retry_everywhere::test_out_of_memory_at_some_operators_changes_no_bit"),
     Row("out of memory on several ranks", "in part", "the job ends with one message, and does not hang",
