@@ -62,7 +62,7 @@ def run_setting(setting: Setting) -> Row:
     from lowtide.cli.run_file import load_run
     from lowtide.cluster.search import plan_cluster
 
-    options = argparse.Namespace(hardware=HARDWARE, cluster=None, devices=None, budget=None)
+    options = argparse.Namespace(hardware=HARDWARE, cluster=None, devices=None, budget=None, optimizer=None)
     question = make_question(load_run(FOLDER / setting.file), options)
     config = dataclasses.replace(question.config, sequence_parallel=setting.is_sequence_parallel)
     plan = plan_cluster(dataclasses.replace(question, config=config)).best

@@ -38,7 +38,7 @@ def run_layout(devices: int, which: str, hardware: str) -> Row:
     from lowtide.cluster.search import plan_cluster
     from lowtide.errors import ConfigError
 
-    options = argparse.Namespace(hardware=hardware, cluster=None, devices=devices, budget=None)
+    options = argparse.Namespace(hardware=hardware, cluster=None, devices=devices, budget=None, optimizer=None)
     question = make_question(load_run(FILES[which]), options)
     try:
         found = plan_cluster(question, num_shown=1)

@@ -88,7 +88,7 @@ def test_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 
 def test_layers_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text("model: {model_config: {num_layers: 4}}\nrecompute_config: {recompute: true}\n")
-    expected = "run.yaml:1:36: 'num_layers' must be at most 4096, not 100000000"
+    expected = "--num-layers: 'num_layers' must be at most 4096, not 100000000"
     assert refused(capsys, "explain", "run.yaml", "--num-layers", "100000000") == expected
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.cli import train as door
+from lowtide.cli import commands as door
 from lowtide.cli.main import main
 from tests.support.grid import one_of
 
