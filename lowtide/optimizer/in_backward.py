@@ -32,8 +32,8 @@ or changes hyper-parameters between the two: no accumulation, no clipping by a n
 backward pass before the step raises RuntimeError. Several ranks are refused: gradients of others are not there yet when
 a parameter's own is.
 Which gradients a bucket waits for is known from the step before, and a gradient that was kept (`set_to_none=False`)
-does not count as one of this pass. State that somebody has replaced since the pass began waits for `step()`. Gradients
-that were used are None afterwards.
+does not count as one of this pass; what a step does not use is stepped with zeros then, as in plain training. State
+that somebody has replaced since the pass began waits for `step()`. Gradients that were used are None afterwards.
 Cost: a few microseconds a parameter. Not seen: writes that no version counts (`gradient.data`, and those of
 `GradScaler` where the optimizer is not fused).
 """
@@ -244,6 +244,10 @@ class InBackward:
         """Parameters, in the step before."""
         self._arrived: set[torch.Tensor] = set()
         """Parameters whose gradient came in this backward pass."""
+        self._freed: set[torch.Tensor] = set()
+        """Parameters whose gradient was freed in some step, as long as gradients are set to zero between steps."""
+        self._stayed: set[torch.Tensor] = set()
+        """Parameters that had a gradient when the last step ended: what is done with those shows the habit."""
         self._pass = -1
         """The backward pass whose end is waited for. One that fails has none."""
         self.gradient_peak_bytes = 0
@@ -281,6 +285,10 @@ class InBackward:
                 "lowtide: a second backward pass before optimizer.step(): with overlap='in_backward' the first one has "
                 "updated this parameter already; use 'backward' to accumulate gradients"
             )
+        if self._stayed:
+            if all(p.grad is None for p in self._stayed if p is not parameter):
+                self._freed.clear()
+            self._stayed = set()
         if parameter in self._arrived:
             self._forget_arrivals()  # another pass, before anything of this could step in the last one
         self._step_complete()
@@ -358,6 +366,7 @@ class InBackward:
         run.parts.append(part)
         run.todo.append(len(run.parts) - 1)
         step.stepped.update(parameters)
+        self._freed.update(parameters)
         self._stepper.advance(run, [len(run.parts) - 1])
         for parameter in parameters:
             parameter.grad = None
@@ -389,11 +398,19 @@ class InBackward:
         changed = step.run.snapshot.changed()
         return f"{changed} was changed between the backward pass and the step" if changed else ""
 
+    def fill(self) -> None:
+        """Where gradients are set to zero between steps, plain training has zeros for what this step did not use, and
+        steps with them."""
+        for parameter in self._freed - self._step.stepped:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def take(self) -> StepRun | None:
         """The step that backward began, or None."""
         done, self._step = self._step, _StepSoFar()
         with_gradient = {p for p in parameters_of(self._stepper.optimizer) if p.grad is not None}
         self._had_gradient = with_gradient | done.stepped
+        self._stayed = with_gradient
         self._last_order = done.order
         self._forget_arrivals()
         return done.run

@@ -306,6 +306,7 @@ class OptimizerSwap:
         if self._in_backward is None:
             return None
         reason = self._in_backward.why_not_done()
+        self._in_backward.fill()
         run = self._in_backward.take()
         if run is None or not reason:
             return run

@@ -21,12 +21,13 @@ The rules of order, as in optimizer/transfers.py:
 - a buffer is dropped only after compute was told to wait for its copy out, the copy is known to be complete and not to
   have failed, and the tensor was not written to meanwhile.
 
-What was written to is known by its version. Writes through `.data` move no version: they are looked for by a sum of all
-bytes in the first `NUM_SUMMED` stays of each weight, and a weight that is written so is sent back from then on always.
+What was written to is known by its version. Writes through `.data` move no version: a sum of all bytes tells them
+before a weight goes, and a weight that is written so is sent back from then on always.
 
 What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
 
-Not covered: what is a use, and when (swap.py); a first write through `.data` after `NUM_SUMMED` stays.
+Cost: a sum of a weight's bytes each time that it goes, which an accelerator's host waits for. Not covered: what is a
+use, and when (swap.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ from lowtide.errors import TierFull
 from lowtide.tensors.private import DisableFuncTorch, disable_current_modes, storage_key, version_of
 from lowtide.tensors.view import Shape, byte_view
 
-NUM_SUMMED = 2
 _POLL_SECONDS = 1e-4
 _MOST_AHEAD = 8
 
@@ -62,7 +62,6 @@ class Movable:
         "leaving",
         "name",
         "nbytes",
-        "num_stays",
         "parameter",
         "shape",
         "should_go",
@@ -90,7 +89,6 @@ class Movable:
         """Behind the copy out that is under way, and the version that it copies."""
         self.should_go = False
         """It is dropped once it has left."""
-        self.num_stays = 0
         self.total: torch.Tensor | None = None
         """The sum of its bytes when they arrived."""
         self.is_always_sent = False
@@ -371,8 +369,7 @@ class WeightMoves:
         tensor.data = item.shape.over(item.buffer)
         item.version = version_of(tensor)
         item.event = None
-        item.num_stays += 1
-        if item.num_stays <= NUM_SUMMED and not item.is_gradient:
+        if item.total is None and not item.is_gradient:
             item.total = _sum_of(item.buffer)
 
     # -- out -----------------------------------------------------------------------------------------------------------
@@ -389,17 +386,22 @@ class WeightMoves:
     def _is_unwritten(self, item: Movable) -> bool:
         if not item.is_clean:
             return False
-        if item.total is None or item.buffer is None or torch.equal(item.total, _sum_of(item.buffer)):
+        if self._has_same_sum(item):
             return True
         item.is_always_sent = True  # somebody writes to it through .data
         return False
 
+    def _has_same_sum(self, item: Movable) -> bool:
+        """Whether the buffer has what the slot has, also if somebody wrote to it through `.data`."""
+        return item.total is None or item.buffer is None or torch.equal(item.total, _sum_of(item.buffer))
+
     def _drop(self, item: Movable) -> None:
         """Have the tensor show its slot, and let go of the buffer."""
-        tensor = item.tensor
+        tensor, total = item.tensor, item.total
         assert tensor is not None and item.away is not None
         tensor.data = item.away
         self._forget(item)
+        item.total = total
 
     def send(self, item: Movable) -> bool:
         """Start the copy of the item's bytes to its slot. False where there is nothing that could be sent."""
@@ -413,6 +415,7 @@ class WeightMoves:
             version = version_of(tensor)
             engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
             engine.copy_out(item.buffer, item.slot)
+            item.total = None if item.is_gradient else _sum_of(item.buffer)
             item.leaving = engine.record(Lane.OUT), version
             self._leaving.append(item)
             self.sent_bytes += item.nbytes
@@ -452,9 +455,12 @@ class WeightMoves:
             )
             return
         tensor = item.tensor
-        item.version, item.total = version, None
+        item.version = version
         if item.should_go and item.is_here and tensor is not None and version_of(tensor) == version:
-            self._drop(item)
+            if self._has_same_sum(item):
+                self._drop(item)
+            else:
+                self.send(item)
 
     def hide_all(self) -> None:
         """Send everything away, and wait until main memory and files have it."""

@@ -447,6 +447,8 @@ class WeightSwap:
 
     def _backward(self, unit: _Unit) -> None:
         key = ("backward", unit.name)
+        if any(item.slot is None for item in unit.items):
+            return  # of a graph that is older than `remove()`
         if self._moves.last != key:
             away = [item for item in unit.gradients if item.is_away]
             new = tuple(item for item in unit.gradients if item.tensor is None)
@@ -492,6 +494,8 @@ class WeightSwap:
     def storage_of(self, item: Movable, unit: _Unit) -> torch.UntypedStorage:
         """The weight's bytes on the device, for the backward of this part."""
         with self._moves.lock:
+            if item.slot is None:  # the swap was removed before this graph's backward
+                return item.parameter.untyped_storage()
             self._backward(unit)
             if not item.is_here:
                 self._moves.bring([item])

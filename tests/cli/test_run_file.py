@@ -170,7 +170,8 @@ def test_the_fastest_preset_stands_beside_a_pipeline() -> None:
 def test_reading_a_run_file_does_not_import_torch() -> None:
     Path("run.yaml").write_text(GOOD)
     code = (
-        "import sys; from lowtide.cli import commands; from lowtide.cli.run_file import load_run; load_run('run.yaml'); "
+        "import sys; from lowtide.cli import commands; from lowtide.cli.run_file import load_run; "
+        "load_run('run.yaml'); "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     root = Path(__file__).parents[2]

@@ -159,6 +159,24 @@ def test_gradients_that_were_kept_are_not_those_of_this_pass() -> None:
     assert_same(results[1], results[0])
 
 
+@pytest.mark.parametrize("to_none", [False, True])
+def test_what_a_step_does_not_use_is_stepped_as_plain_training_does(to_none: bool) -> None:
+    """With gradients of zero where they are set to zero, as an expert without a token is; else not at all."""
+    results = []
+    for engine in (None, VirtualEngine(2)):
+        torch.manual_seed(3)
+        model = Tower()
+        optimizer = _make("AdamW", model)
+        if engine:
+            swapped(optimizer, engine, overlap="in_backward")
+        for step in range(8):
+            model(torch.full((3, 24), 0.1 * step), skip=step % 3 + 3 if step > 2 else -1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])
+
+
 def test_state_that_is_replaced_while_a_step_is_under_way_is_refused() -> None:
     model = Tower()
     optimizer = _make("AdamW", model)

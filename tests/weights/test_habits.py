@@ -102,18 +102,25 @@ def test_a_habit_between_steps(habit: Callable[[nn.Module], None]) -> None:
 
 
 class Clamped(nn.Linear):
-    """Writes to its own weight through `.data`."""
+    """Writes to its own weight through `.data`, from some forward on."""
+
+    num_before = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight.data.clamp_(-0.05, 0.05)
+        if self.num_before <= 0:
+            self.weight.data.clamp_(-0.05, 0.05)
+        self.num_before -= 1
         return super().forward(x)
 
 
-def test_a_forward_that_writes_through_data() -> None:
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_forward_that_writes_through_data(num_before: int) -> None:
     results = []
     for swapped in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*(Clamped(24, 24) for _ in range(4)))
+        for layer in model:
+            layer.num_before = num_before
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         handle = lowtide.swap_weights(model, optimizer, min_bytes=1) if swapped else None
         for number in range(5):
@@ -122,6 +129,24 @@ def test_a_forward_that_writes_through_data() -> None:
             optimizer.zero_grad()
         if handle is not None:
             handle.remove()
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_graph_that_is_older_than_remove() -> None:
+    results = []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        handle = lowtide.swap_weights(model, optimizer, min_bytes=1) if swapped else None
+        for number in range(3):
+            loss = model(torch.full((2, 24), 0.1 * number)).square().sum()
+            if handle is not None and number == 1:
+                handle.remove()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         results.append(model.state_dict())
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
