@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 60_092,
+    "lines": 60_120,
     "files": 261,
     "classes": 551,
     "files that one other file imports": 43,
