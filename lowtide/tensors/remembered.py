@@ -1,9 +1,10 @@
 """What a snapshot remembers of one thing (snapshot.py): how it was, whether it still is, and how to put it back.
 
-What: dictionaries and attributes (`Attributes`), lists and sets (`Items`), one value in its place (`Held`), what has a
-state as a whole (`State`), names that were not there (`NewNames`), tensors (`TensorState`). All have `restore()`, which
-writes to nothing that did not change; all but tensors have `changed()`, which gives the names of what did. A `Position`
-is of what moves on and cannot be wound back, so that it can at least be said.
+What: dictionaries and attributes (`Attributes`), lists and sets (`Items`), all that is empty (`EmptyContainers`), one
+value in its place (`Held`), what has a state as a whole (`State`), names that were not there (`NewNames`), tensors
+(`TensorState`). All have `restore()`, which writes to nothing that did not change; all but tensors have `changed()`,
+which gives the names of what did. A `Position` is of what moves on and cannot be wound back, so that it can at least be
+said.
 
 Cost: one shallow copy each; about 6 us for a small tensor. Not covered: what is reached from the thing remembered; the
 walk finds it.
@@ -154,6 +155,48 @@ class Items:
         else:
             set.clear(value)
             set.update(value, then)
+
+
+class EmptyContainers:
+    """Containers in attributes that have nothing in them, as most hooks of most modules: one record for all of them."""
+
+    __slots__ = ("_filled", "found")
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, Name, str]] = []
+        """Each with the object that has it, and the attribute's name."""
+        self._filled: list[Attributes | Items] = []
+        """Of those that were empty in the record that this one was made from, and are not now."""
+
+    def again(self) -> EmptyContainers:
+        """The same containers, as they are now."""
+        now = EmptyContainers()
+        now.found = [each for each in self.found if not each[0]]
+        now._filled = [_container(*each, then=each[0]) for each in self.found if each[0]]
+        now._filled += [record.again() for record in self._filled]
+        return now
+
+    def changed(self) -> Iterator[str]:
+        for each in self.found:
+            if each[0]:
+                yield from _container(*each, then=()).changed()
+        for record in self._filled:
+            yield from record.changed()
+
+    def restore(self) -> None:
+        for value, _, _ in self.found:
+            if value:
+                value.clear()
+        for record in self._filled:
+            record.restore()
+
+
+def _container(value: Any, name: Name, key: str, *, then: Any) -> Attributes | Items:
+    """The record of a container in an attribute that has held what is in `then`."""
+    where = Name(name, key)
+    if isinstance(value, dict):
+        return Attributes(value, dict(then), where, is_module=False, is_item=key not in TRANSPARENT)
+    return Items(value, set(then) if isinstance(value, set) else list(then), where)
 
 
 class Held:

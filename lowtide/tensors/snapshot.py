@@ -64,6 +64,7 @@ from lowtide.tensors.remembered import (
     PLAIN,
     TRANSPARENT,
     Attributes,
+    EmptyContainers,
     Held,
     Items,
     Name,
@@ -95,6 +96,7 @@ _FAMILIAR = (
     "torch.ao.",
     "weakref",
 )
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 _CACHED = type(functools.lru_cache(len))
 _WRITABLE: tuple[Any, ...] = (
     bytearray,
@@ -236,7 +238,8 @@ class _StateWalk:
     """One way through everything that can be reached, each object once, near ones first."""
 
     def __init__(self, code: bool, called: bool, steady: WeakTensorKeyDictionary | None) -> None:
-        self.records: list[Any] = []
+        self._empty = EmptyContainers()
+        self.records: list[Any] = [self._empty]
         self.positions: list[Position] = []
         """What `Snapshot.moved` is asked of."""
         self.tensors: list[TensorState] = []
@@ -367,7 +370,12 @@ class _StateWalk:
         then = attributes.copy()
         self.records.append(Attributes(attributes, then, name, is_module=is_module, is_item=False))
         for key, child in then.items():
-            if type(child) not in self._plain:
+            kind = type(child)
+            if kind in self._plain:
+                continue
+            if kind in _CONTAINERS and not child:
+                self._empty.found.append((child, name, key))
+            else:
                 self.add(child, Name(name, key), depth + 1)
 
     def _dict(self, value: dict, name: Name, depth: int) -> None:
