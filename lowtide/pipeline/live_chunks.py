@@ -206,24 +206,6 @@ def peak_live_chunks(schedule: Schedule) -> tuple[int, ...]:
     return tuple(max(map(sum, live_mixes(schedule, rank)), default=0) for rank in range(schedule.num_ranks))
 
 
-def peak_receives(schedule: Schedule) -> tuple[int, ...]:
-    """Of each rank, the most messages that it has asked for and not begun to read: the receive buffers that it needs
-    beside its live chunks."""
-    peaks = []
-    for row in schedule.actions:
-        waiting = set()
-        peak = 0
-        for every in row:
-            for action in every.parts:
-                if action.kind in RECEIVES:
-                    waiting.add(carried_by(action))
-                elif action.kind not in TRANSFERS:
-                    waiting.difference_update(schedule.needs(action))
-            peak = max(peak, len(waiting))
-        peaks.append(peak)
-    return tuple(peaks)
-
-
 def paired_share(schedule: Schedule) -> tuple[float, ...]:
     """Of each rank, the share of its forwards and backwards that run in pairs. No overlap of communication with the
     other half of a pair can hide a larger share of it: a figure of overlap means nothing without this one."""

@@ -238,8 +238,8 @@ class _StateWalk:
     """One way through everything that can be reached, each object once, near ones first."""
 
     def __init__(self, code: bool, called: bool, steady: WeakTensorKeyDictionary | None) -> None:
-        self._empty = EmptyContainers()
-        self.records: list[Any] = [self._empty]
+        self.records: list[Any] = [EmptyContainers()]
+        """The first one is of all that is empty."""
         self.positions: list[Position] = []
         """What `Snapshot.moved` is asked of."""
         self.tensors: list[TensorState] = []
@@ -367,14 +367,14 @@ class _StateWalk:
             self._class(type(module), name)
 
     def _attributes(self, attributes: dict[str, Any], name: Name, depth: int, is_module: bool = False) -> None:
-        then = attributes.copy()
+        then, empty = attributes.copy(), self.records[0].found
         self.records.append(Attributes(attributes, then, name, is_module=is_module, is_item=False))
         for key, child in then.items():
             kind = type(child)
             if kind in self._plain:
                 continue
             if kind in _CONTAINERS and not child:
-                self._empty.found.append((child, name, key))
+                empty.append((child, name, key))
             else:
                 self.add(child, Name(name, key), depth + 1)
 

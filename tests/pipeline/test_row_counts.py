@@ -9,9 +9,9 @@ from lowtide.pipeline.live_chunks import (
     is_in_order,
     paired_share,
     peak_live_chunks,
-    peak_receives,
 )
 from lowtide.pipeline.schedule import Schedule, from_csv
+from tests.support.receives import peak_receives
 
 
 def written(*rows: str) -> Schedule:

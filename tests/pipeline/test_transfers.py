@@ -11,9 +11,9 @@ import pytest
 
 from lowtide.pipeline.clock import play, with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.live_chunks import peak_receives
 from lowtide.pipeline.schedule import RECEIVES, SENDS, TRANSFERS, carried_by, made_by, to_csv
 from lowtide.pipeline.verify import verify
+from tests.support.receives import peak_receives
 
 OF_SEVERAL_RANKS = ("gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev")
 
