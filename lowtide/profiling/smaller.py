@@ -1,19 +1,17 @@
 """Which codec a saved storage fits, and what that codec costs: learned in the observed step.
 
 What: `measured_codec` tries the kinds of a dtype on the bytes that backward is about to read, which are final by then,
-and takes the smallest that holds them; its price is the time of encoding and decoding. Where the size depends on
-values, a plan counts a tenth more than it was, and what needs more in a later step is stored whole. On an accelerator
-only kinds that fit unseen are tried, and integers that are below a limit by what made them. `traced_codec` says the
-same of a storage that has no bytes, at a roofline's price.
+and takes the smallest that holds them; its price is the time of encoding and decoding. On an accelerator only kinds
+that fit unseen are tried, and integers that are below a limit by what made them. `traced_codec` says the same of a
+storage that has no bytes, at a roofline's price.
 
 Cost: in the observed step only. What fits is encoded four times and decoded three times; of the rest 4,096 elements are
-read for each kind, and zeros are counted. Not covered: whether the bytes fit in a later step; that is looked at in each
+read for each kind. Not covered: whether the bytes fit in a later step; that is looked at in each
 (runtime/recompute/recipe_graph.py). No mode sees the operators that run here: they are none of the step's.
 """
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
@@ -21,7 +19,6 @@ import torch
 from lowtide.core.recipe import Codec
 from lowtide.profiling.op_timer import DeviceTimer
 from lowtide.tensors.codecs import (
-    depends_on_values,
     encode,
     encoded_bytes,
     fits_unseen,
@@ -38,10 +35,6 @@ _TRAFFIC = 15
 # Operators that narrow integers, and make them wide again.
 _NARROWING = 8
 _TRIALS = 3
-# Where the size depends on values, later steps may have so much more of them.
-_MARGIN = 0.1
-# It takes more time than other kinds: not worth it for less than a tenth.
-_MOST_SHARE = 0.8
 # Less is not worth the operators.
 _LEAST_BYTES = 1024
 
@@ -63,25 +56,13 @@ def _kinds_unseen(dtype: torch.dtype, limit: int | None) -> tuple[str, ...]:
 
 def _measured(kinds: tuple[str, ...], storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec | None:
     nbytes = storage.nbytes()
-    sizes = {kind: size for kind in kinds if (size := _size(kind, storage, dtype)) < nbytes}
-    if not sizes:
-        return None
-    kind = min(sizes, key=lambda kind: sizes[kind])
-    # The least of a few: the first is slower, and on a machine that others use too any of them may be.
-    seconds = min(_seconds(kind, storage, dtype) for _ in range(_TRIALS))
-    return _codec(kind, nbytes, dtype, seconds, sizes[kind])
-
-
-def _size(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> float:
-    """Bytes that a plan has to count for the smaller form; infinite where the storage does not fit."""
-    nbytes = storage.nbytes()
-    least_bytes = encoded_bytes(kind, nbytes, dtype)
-    if not depends_on_values(kind):
-        return least_bytes if least_bytes < nbytes and encode(kind, storage, dtype) is not None else math.inf
-    encoded = encode(kind, storage, dtype, _MOST_SHARE * nbytes)
-    if encoded is None:
-        return math.inf
-    return least_bytes + math.ceil((encoded.data.nbytes - least_bytes) * (1 + _MARGIN))
+    sizes = {kind: size for kind in kinds if (size := encoded_bytes(kind, nbytes, dtype)) < nbytes}
+    for kind in sorted(sizes, key=lambda kind: sizes[kind]):
+        if encode(kind, storage, dtype) is not None:
+            # The least of a few: the first is slower, and on a machine that others use too any of them may be.
+            seconds = min(_seconds(kind, storage, dtype) for _ in range(_TRIALS))
+            return _codec(kind, nbytes, dtype, seconds)
+    return None
 
 
 def _seconds(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> float:
@@ -116,14 +97,14 @@ def traced_codec(nbytes: int, dtype: torch.dtype, hardware: Hardware, limit: int
         traffic, launches = 3 * nbytes + 2 * encoded_bytes(kind, nbytes, dtype), _NARROWING
     moved = hardware.op_seconds(0.0, traffic, "float32")
     seconds = max(moved, launches * hardware.launch_seconds)
-    codec = _codec(kind, nbytes, dtype, seconds, encoded_bytes(kind, nbytes, dtype))
+    codec = _codec(kind, nbytes, dtype, seconds)
     return codec if codec.nbytes < nbytes else None
 
 
-def _codec(kind: str, nbytes: int, dtype: torch.dtype, seconds: float, size: float) -> Codec:
+def _codec(kind: str, nbytes: int, dtype: torch.dtype, seconds: float) -> Codec:
     return Codec(
         kind=kind,
-        nbytes=int(size),
+        nbytes=encoded_bytes(kind, nbytes, dtype),
         work_bytes=work_bytes(kind, nbytes, dtype),
         seconds=seconds,
     )

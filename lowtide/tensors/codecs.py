@@ -8,14 +8,11 @@ What: `encode(kind, storage, dtype)` gives the smaller form of a storage, or Non
 | `bits` | bool (dropout masks, comparisons) | always, as torch writes bool | 1 bit for each element |
 | `two values` | other numbers | at most two bit patterns, as in the noise of dropout on the host | the same |
 | `uint8`, `int16`, `int32` | wider integers (indices) | all values in the range of that type | of that type |
-| `bfloat16` | float32 | the lower half of each element is zero: an upcast | 2 for each element |
-| `float16` | float32 | casting down and up again gives the same bits, and no NaN | 2 for each element |
-| `zeros` | numbers (outputs of ReLU) | few enough bit patterns are not zero | 1 bit for each, and the others whole |
 
 How: eight bytes that are 0 or 1 are one 64-bit word; one product with a constant moves their lowest bits into the
 highest byte (the partial products do not overlap, so nothing carries). Back: each byte of the product with 0x0101...
-is masked with its own bit. All but `float16` works on integers: NaN, -0.0 (not a zero here), infinities and denormals
-are bit patterns like any other, and nothing is rounded. `float16` casts, and compares bit patterns.
+is masked with its own bit. All works on integers: NaN, -0.0, infinities and denormals are bit patterns like any other,
+and nothing is rounded.
 
 Why it is safe: whether values fit is looked at in each call on the host. On an accelerator a look would make the host
 wait. There only bool is stored smaller, which fits unseen (`fits_unseen`), and integers that are below a limit by what
@@ -30,7 +27,6 @@ from `view(torch.bool)` only): these come back as 1.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,9 +34,9 @@ import torch
 
 from lowtide.tensors.private import AutoDispatchBelowAutograd, DisableAutocast
 
-BITS, TWO_VALUES, BFLOAT16, FLOAT16, ZEROS = "bits", "two values", "bfloat16", "float16", "zeros"
+BITS, TWO_VALUES = "bits", "two values"
 _NARROW = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
-KINDS = (BITS, TWO_VALUES, *_NARROW, BFLOAT16, FLOAT16, ZEROS)
+KINDS = (BITS, TWO_VALUES, *_NARROW)
 
 _LEAST_PIECE = 1 << 12
 _MOST_PIECES = 32
@@ -52,10 +48,8 @@ _SPREAD = 0x0101010101010101
 _OWN_BITS = 0x8040201008040201 - (1 << 64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PROBE = 4096
-_HIGH = 1 if sys.byteorder == "little" else 0
-_WORK = {BITS: 2, TWO_VALUES: 2, FLOAT16: 4, ZEROS: 18}
-"""Bytes for each element of a piece. Bits: the words, and which of the two values it has. `float16`: cast up again.
-`zeros`: those, a count of those before it, and the elements that are none."""
+_WORK = {BITS: 2, TWO_VALUES: 2}
+"""Bytes for each element of a piece: the words, and which of the two values it has."""
 
 
 class Decoder(NamedTuple):
@@ -66,25 +60,19 @@ class Decoder(NamedTuple):
     num_elements: int
     """Of the storage."""
     numbers: tuple[int, ...] = ()
-    """Two values: the bit patterns of a zero and of a one, as integers of the element's width. Zeros: how many elements
-    of each piece are not zero. Integers that nobody looked at: the least there is. What did not fit may have become
-    negative; a kernel that reads it before the misfit is told must not leave its tensor."""
+    """Two values: the bit patterns of a zero and of a one, as integers of the element's width. Integers that nobody
+    looked at: the least there is. What did not fit may have become negative; a kernel that reads it before the misfit
+    is told must not leave its tensor."""
 
     def run(self, inputs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """A flat tensor of `dtype` over a new storage. `inputs`: the smaller form, and nothing else."""
         (data,) = inputs
         with torch.no_grad(), DisableAutocast(), AutoDispatchBelowAutograd():
             out = torch.empty(self.num_elements, dtype=self.dtype, device=device)
-            integers = out.view(_INTEGERS[self.dtype.itemsize])
             if self.kind == BITS:
                 _unpack(data, out)
             elif self.kind == TWO_VALUES:
-                self._choose(data, integers)
-            elif self.kind == BFLOAT16:
-                integers.zero_()
-                _halves(integers, _HIGH).copy_(data)
-            elif self.kind == ZEROS:
-                self._scatter(data, integers)
+                self._choose(data, out.view(_INTEGERS[self.dtype.itemsize]))
             else:
                 out.copy_(data)
                 if self.numbers:
@@ -96,15 +84,6 @@ class Decoder(NamedTuple):
         out.fill_(zero)
         for start, end in _pieces(self.num_elements):
             out[start:end].masked_fill_(_unpacked(packed, start, end), one)
-
-    def _scatter(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        num_bytes = _bitmap_bytes(self.num_elements)
-        packed, values = data[:num_bytes], data[num_bytes:].view(out.dtype)
-        out.zero_()
-        first = 0
-        for (start, end), count in zip(_pieces(self.num_elements), self.numbers, strict=True):
-            out[start:end].masked_scatter_(_unpacked(packed, start, end), values[first : first + count])
-            first += count
 
 
 class Encoded(NamedTuple):
@@ -137,24 +116,17 @@ def kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
     if dtype.itemsize not in _INTEGERS or dtype.is_complex:
         return ()
     if dtype.is_floating_point:
-        return (TWO_VALUES, *((BFLOAT16, FLOAT16) if dtype is torch.float32 else ()), ZEROS)
-    return (TWO_VALUES, *(kind for kind, narrow in _NARROW.items() if narrow.itemsize < dtype.itemsize), ZEROS)
+        return (TWO_VALUES,)
+    return (TWO_VALUES, *(kind for kind, narrow in _NARROW.items() if narrow.itemsize < dtype.itemsize))
 
 
 def encoded_bytes(kind: str, nbytes: int, dtype: torch.dtype) -> int:
-    """Bytes of the smaller form of a storage of `nbytes`; for `zeros` the least, without an element that is not 0."""
+    """Bytes of the smaller form of a storage of `nbytes`."""
     count = nbytes // dtype.itemsize
     if kind in _NARROW:
         return count * _NARROW[kind].itemsize
-    if kind in (BFLOAT16, FLOAT16):
-        return 2 * count
     assert kind in KINDS
-    return _bitmap_bytes(count) if kind == ZEROS else -(-count // _LANES)
-
-
-def depends_on_values(kind: str) -> bool:
-    """Whether the smaller form of one storage is larger than that of another of the same size."""
-    return kind == ZEROS
+    return -(-count // _LANES)
 
 
 def work_bytes(kind: str, nbytes: int, dtype: torch.dtype) -> int:
@@ -169,11 +141,8 @@ def num_operators(count: int) -> int:
     return 9 * -(-count // _piece(count))
 
 
-def encode(
-    kind: str, storage: torch.UntypedStorage, dtype: torch.dtype, limit_bytes: float = float("inf")
-) -> Encoded | None:
-    """The smaller form of a whole storage, read as elements of `dtype`; None where it does not fit, or where it takes
-    more than `limit_bytes`.
+def encode(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> Encoded | None:
+    """The smaller form of a whole storage, read as elements of `dtype`; None where it does not fit.
 
     On the host every element is looked at. On an accelerator only a kind that `fits_unseen` may be asked for, or a
     narrower integer, whose `misfit` has to be read then. Runs on the current stream, below autograd and autocast.
@@ -193,12 +162,8 @@ def encode(
             found = _bits(elements, looks=is_host)
         elif kind == TWO_VALUES:
             found = _two_values(elements)
-        elif kind == ZEROS:
-            found = _without_zeros(elements, limit_bytes)
-        elif kind in _NARROW:
-            found = _narrowed(elements.view(dtype), _NARROW[kind])
         else:
-            found = _high_halves(elements) if kind == BFLOAT16 else _cast_down(elements)
+            found = _narrowed(elements.view(dtype), _NARROW[kind])
         if found is None:
             return None
         data, numbers = found
@@ -259,59 +224,6 @@ def _narrowed_unseen(elements: torch.Tensor, kind: str) -> Encoded:
     least, most = elements.aminmax()
     misfit = least.lt(limits.min).logical_or_(most.gt(limits.max)).to(torch.int32)
     return Encoded(elements.to(_NARROW[kind]), Decoder(kind, elements.dtype, len(elements), (0,)), misfit)
-
-
-def _halves(elements: torch.Tensor, half: int) -> torch.Tensor:
-    """Every lower or higher half of 32-bit elements."""
-    return elements.view(torch.int16)[half::2]
-
-
-def _high_halves(elements: torch.Tensor) -> _Found:
-    low = _halves(elements, 1 - _HIGH)
-    if bool(low[:_PROBE].any()) or bool(low.any()):
-        return None
-    return _halves(elements, _HIGH).clone(memory_format=torch.contiguous_format), ()
-
-
-def _cast_down(elements: torch.Tensor) -> _Found:
-    numbers = elements.view(torch.float32)
-    if not _is_same_cast(elements[:_PROBE], numbers[:_PROBE].to(torch.float16)):
-        return None
-    data = numbers.to(torch.float16)
-    for start, end in _pieces(len(elements)):
-        if not _is_same_cast(elements[start:end], data[start:end]):
-            return None
-    return data, ()
-
-
-def _is_same_cast(elements: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Also as numbers: a NaN, which equals nothing, may come back with other bits at another place in a tensor, because
-    vectors of elements and what is left of them are not cast by the same code."""
-    wide = cast.to(torch.float32)
-    return torch.equal(wide.view(torch.int32), elements) and torch.equal(wide, elements.view(torch.float32))
-
-
-def _without_zeros(elements: torch.Tensor, limit_bytes: float) -> _Found:
-    width, num_bytes = elements.dtype.itemsize, _bitmap_bytes(len(elements))
-    counts = tuple(int(torch.count_nonzero(elements[start:end])) for start, end in _pieces(len(elements)))
-    total_bytes = num_bytes + width * sum(counts)
-    if total_bytes > limit_bytes or total_bytes >= width * len(elements):
-        return None
-    data = torch.empty(total_bytes, dtype=torch.uint8, device=elements.device)
-    data[:num_bytes].zero_()  # some bytes of it are no element's
-    values, first = data[num_bytes:].view(elements.dtype), 0
-    for (start, end), count in zip(_pieces(len(elements)), counts, strict=True):
-        piece = elements[start:end]
-        is_some = piece != 0
-        _pack(is_some.view(torch.uint8), data[start // _LANES : -(-end // _LANES)])
-        values[first : first + count].copy_(piece.masked_select(is_some))
-        first += count
-    return data, counts
-
-
-def _bitmap_bytes(count: int) -> int:
-    """Whole words, so that values of any width may follow."""
-    return -(-count // (_LANES * _LANES)) * _LANES
 
 
 def _new_bits(elements: torch.Tensor) -> torch.Tensor:

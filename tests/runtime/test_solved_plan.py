@@ -74,9 +74,7 @@ def test_random_plans_are_the_same_to_the_bit(name: str, seed: int) -> None:
     assert engine.violations == []
     gc.collect()
     assert engine.num_slots == 0
-    # The number of zeros changes from step to step: what has more values than planned is stored whole, and counted.
-    is_steady = all(site.codec is None or site.codec.kind != "zeros" for site in plan.sites)
-    if is_steady and name in ("llama", "t5", "vit", "mlp", "strided_views", "transformer_encoder", "deepseek_v3"):
+    if name in ("llama", "t5", "vit", "mlp", "strided_views", "transformer_encoder", "deepseek_v3"):
         assert stats.num_divergences == 0
         assert stats.recomputed_bytes > 0
 

@@ -341,9 +341,7 @@ def store_smaller(
     is_looked_at = source.device.type == "cpu" or fits_unseen(source.shape.dtype) == codec.kind
     if not is_looked_at and source.nbytes > planned_bytes:
         return f"it is larger than planned, and nobody looks whether it fits its codec ({codec.kind})"
-    # A plan serves smaller batches too.
-    limit_bytes = codec.nbytes * source.nbytes / planned_bytes
-    encoded = encode(codec.kind, source.held, source.shape.dtype, limit_bytes)
+    encoded = encode(codec.kind, source.held, source.shape.dtype)
     if encoded is None:
         return f"it does not fit its codec any more ({codec.kind})"
     source.program = encoded.decoder
