@@ -60,8 +60,8 @@ WORDS = (
     Word("codec", "A smaller form of an activation that gives back the same bits.", ("codecs",)),
     Word(
         "check",
-        "How what is recomputed is proven while you train. full: in every forward pass. sampled: in every 64th. "
-        "deep: in every one, and every byte of it.",
+        "How what is recomputed is proven while you train. full: in every forward pass. deep: also every byte "
+        "of it.",
     ),
     Word("min_bytes", "Activations smaller than this are kept. Left out, it fits the model."),
     Word("weights", "The parameters of the model."),

@@ -8,7 +8,7 @@
       keep: [layers.31]                        # wins over both
       min_bytes: 1MiB                          # smaller storages are kept; absent: it fits the model
       host_budget: 96GiB                       # pinned or pageable bytes per rank
-      check: full                              # full | sampled | deep: how what is recomputed is proven
+      check: full                              # full | deep: how what is recomputed is proven
 
       budget: 20GiB                          # or 90%, or auto: peak device bytes per rank; the solver decides the rest
       preset: balanced                       # instead of a budget: fastest | balanced | smallest
@@ -113,11 +113,10 @@ class MemoryConfig:
     min_bytes: ByteSize | None = None
     """Storages smaller than this are kept. Absent: 1 MiB, or less where a budget meets a model whose activations are
     smaller (planner/problem.py); rules that move nothing for it are named."""
-    check: Literal["full", "sampled", "deep"] = "full"
+    check: Literal["full", "deep"] = "full"
     """How recipes are proven. full: in every forward pass, by all operators that ran, at a price that the solver knows.
-    sampled: so in the first forward pass and in every 64th; between them by what autograd's graph shows and by
-    fingerprints, which do not see frozen weights and numbers that change few values. deep: as full, and fingerprints,
-    also those of layers that run again, take every byte (docs/limits.md says what the others miss)."""
+    deep: as full, and fingerprints, also those of layers that run again, take every byte (docs/limits.md says what the
+    others miss)."""
     strict: bool = False
     """Whether `optimize` raises a `BudgetError` for shapes that no plan fits. Else they run under the plan with the
     smallest peak, with a warning that says by how much that is above the budget."""

@@ -65,8 +65,8 @@ class Plan:
     """In order of production; empty until a step was observed."""
     is_solved: bool = False
     """True when `sites` decides (a solver made it); else the rules decide, and `sites` shows what came of them."""
-    check: Literal["full", "sampled", "deep"] = "full"
-    """How recipes are proven in planned steps: 'full' (every forward pass), 'sampled' (some) or 'deep' (every byte)."""
+    check: Literal["full", "deep"] = "full"
+    """How recipes are proven in planned steps: 'full' (every forward pass) or 'deep' (every byte)."""
     budget_bytes: int | None = None
     predicted: Prediction | None = None
     account: tuple[AccountLine, ...] = ()
@@ -241,8 +241,6 @@ def _lines_about_rows(plan: Plan) -> Iterator[str]:
 
 
 def _check_line(plan: Plan) -> str:
-    if plan.check == "sampled":
-        return "check: sampled (recipes are proven in the first forward pass and in every 64th)"
     seconds = plan.predicted.check_seconds if plan.predicted is not None else 0.0
     price = f", {format_seconds(seconds)} a step" if seconds else ""
     depth = ", every byte" if plan.check == "deep" else ""

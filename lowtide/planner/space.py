@@ -94,8 +94,6 @@ class Question:
     @functools.cached_property
     def check_seconds(self) -> float:
         """What it costs to prove recipes in each forward pass, where a plan has any."""
-        if self.config.check == "sampled":
-            return 0.0
         profile, num_ops = self.profile, self.profile.num_forward_ops
         host_seconds = num_ops * self.log_seconds
         if profile.device == "cpu":

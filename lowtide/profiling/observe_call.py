@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from lowtide.core.profile import Profile
 from lowtide.profiling.observe_step import observe, refuse_iterators
@@ -30,7 +29,6 @@ from lowtide.tensors.private import (
     disable_current_modes,
     is_forward_mode,
     tree_leaves,
-    tree_map_only,
 )
 
 _NUM_RUNS = 16
@@ -41,8 +39,10 @@ _HOOKS = frozenset({*FORWARD_HOOKS, *BACKWARD_HOOKS})
 
 
 def is_training() -> bool:
-    """A forward pass with gradients, not under torch.func, and not one that is run again in a backward pass."""
-    return torch.is_grad_enabled() and current_graph_task_id() == -1 and not are_transforms_active()
+    """A forward pass with gradients, not under torch.func or a dual level (while anybody watches its operators, torch
+    gives other tangents), and not one that is run again in a backward pass."""
+    is_derived = are_transforms_active() or is_forward_mode()
+    return torch.is_grad_enabled() and current_graph_task_id() == -1 and not is_derived
 
 
 def observe_call(
@@ -61,13 +61,10 @@ def observe_call(
     gives back what the backward starts from. Absent: it calls, and starts from the model's loss or from all of it.
 
     `is_inside`: the call is under way, so the model's own hooks have had its inputs already, and run only once.
-    `witness` is shown what the forward gives or raises. Tangents of the inputs (forward mode) are left out.
+    `witness` is shown what the forward gives or raises.
     """
     refuse_iterators(model, args, kwargs)
     has_cache = torch.is_autocast_cache_enabled()
-    if is_forward_mode():  # else the user's own containers, which the model may write to
-        args, kwargs = tree_map_only(torch.Tensor, _without_tangent, (args, kwargs))
-
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
     def call() -> Any:
@@ -101,14 +98,6 @@ def observe_call(
             holds_casts=has_cache,
             tell=None if witness is None else witness.tell,
         )
-
-
-def _without_tangent(tensor: torch.Tensor) -> torch.Tensor:
-    """A backward pass that carries tangents is more than the step is: many operators have none."""
-    if not is_forward_mode() or tensor.is_inference():
-        return tensor
-    primal, tangent = forward_ad.unpack_dual(tensor)
-    return tensor if tangent is None else primal
 
 
 class Witness:

@@ -35,9 +35,9 @@ but for numbers and shapes. The bound recipe repeats them with those that they w
 batch's sizes is needed, nor two shapes that agree on one: 8 may be a length, a number of heads, or both.
 
 Cost: building is linear in the steps written; no recipe is longer than `MAX_STEPS`. `bound` takes some 10 us a step,
-once for each set of sizes (runtime/recompute/recipe_graph.py keeps the last). Not covered by it: forward passes without
-a log (`check: sampled`), collectives, tensors that are seen in another dtype, storages that are written in parts: what
-has those holds for one shape, or stays (`Recipe.can_follow_sizes`).
+once for each set of sizes (runtime/recompute/recipe_graph.py keeps the last). Not covered by it: collectives, tensors
+that are seen in another dtype, storages that are written in parts: what has those holds for one shape, or stays
+(`Recipe.can_follow_sizes`).
 """
 
 from __future__ import annotations

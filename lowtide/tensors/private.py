@@ -156,16 +156,6 @@ def top_saved_tensors_hooks() -> Hooks | None:
     return hooks
 
 
-def saved_attributes(kind: type) -> tuple[str, ...]:
-    """Names of what a kind of autograd node has saved that is no tensor (`_saved_dim`).
-
-    torch documents `_saved_` attributes in its notes on autograd, but has no public list of them.
-    """
-    names = [name for name in dir(kind) if name.startswith("_saved_")]
-    tensors = {name.removeprefix("_raw") for name in dir(kind) if name.startswith("_raw_saved_")}
-    return tuple(name for name in names if name not in tensors)
-
-
 # -- tensors and storages ----------------------------------------------------------------------------------------------
 
 version_of: Callable[[torch.Tensor], int] = _reader("torch.Tensor._version")

@@ -226,7 +226,7 @@ def test_plans_that_serve_smaller_batches_lose_no_recipe(name: str, lost: float)
     profile = lowtide.observe(model, batch(4, 48))
     free = profile.without_sizes(is_proven=True)
     assert recipe_bytes(free) == recipe_bytes(profile)
-    # What plans lost before, and lose with `check: sampled`.
+    # What plans lost before.
     assert recipe_bytes(profile.without_sizes(is_proven=False)) < (1 - lost) * recipe_bytes(profile)
     draw = random.Random(0)
     with lowtide.apply(model, random_plan(free, 0, made=1.0, swapped=0.0), engine=virtual(0)) as tide:

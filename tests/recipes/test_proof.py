@@ -16,7 +16,6 @@ from lowtide.core.log import Listener
 from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep
 from lowtide.recipes import proof
 from lowtide.recipes.proof import OperatorLog, Start, is_same_constant, proof_of
-from lowtide.runtime.hooks.forward_pass import _SAMPLED
 from lowtide.runtime.recompute.fingerprint import Fingerprints, RecipeMismatchError
 from lowtide.tensors.view import Shape
 from tests.support import zoo
@@ -200,37 +199,6 @@ def test_it_says_which_operator_and_why() -> None:
         assert tide.failed_recipes == dict.fromkeys(
             ("layers.0.tanh", "layers.1.tanh"), "aten.div.Tensor got 2.0 in place of 1.0"
         )
-
-
-# -- sampled ---------------------------------------------------------------------------------------------------------
-
-
-def test_sampled_proves_in_the_first_forward_and_in_every_64th() -> None:
-    model = _at_step(_model("a row that differs in one number"), 0)
-    plan = only_made(profiled(model))
-    tide = lowtide.apply(model, plan.__class__(**{**_fields(plan), "check": "sampled"}), engine=virtual(0))
-    with tide:
-        for _ in range(_SAMPLED):
-            small_loss(model, rows())
-        assert tide.failed_recipes == {}
-        small_loss(_at_step(model, 1), rows())
-        assert "layers.0.tanh" in tide.failed_recipes
-
-
-def _fields(plan: lowtide.Plan) -> dict:
-    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-
-
-@pytest.mark.parametrize("name", ["a frozen layer", "a slope", "bounds", "an exponent", "a roll", "an operator"])
-def test_sampled_sees_what_autograd_shows(name: str) -> None:
-    model = _model(name)
-    truth = _train(model)
-    plan = only_made(profiled(_at_step(model, 0)))
-    with lowtide.apply(model, plan.__class__(**{**_fields(plan), "check": "sampled"}), engine=virtual(0)):
-        try:
-            assert _same(_train(model), truth)
-        except RecipeMismatchError:
-            assert name == "a frozen layer"  # its weight shows in no graph; the fingerprint does see it
 
 
 # -- fingerprints ----------------------------------------------------------------------------------------------------

@@ -231,15 +231,6 @@ def test_hooks_can_be_forbidden() -> None:
     assert private.are_saved_tensors_hooks_enabled()
 
 
-def test_what_a_node_saved_beside_tensors() -> None:
-    out = torch.softmax(torch.ones(2, 3, requires_grad=True), 1)
-    names = private.saved_attributes(type(out.grad_fn))
-    assert "_saved_dim" in names
-    assert "_saved_result" not in names
-    assert out.grad_fn._saved_dim in (1, 2**64 - 1)
-    assert private.saved_attributes(type((leaf() * 2).grad_fn)) == (), "a factor is a tensor"
-
-
 # -- tensors and storages ----------------------------------------------------------------------------------------------
 
 

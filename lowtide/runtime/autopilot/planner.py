@@ -195,7 +195,7 @@ class Planner:
         """
         known = list(known)
         if any(shape.serves_smaller for shape in known):
-            free = profile.without_sizes(is_proven=all(shape.plan.check != "sampled" for shape in known))
+            free = profile.without_sizes(is_proven=True)
             with contextlib.suppress(BudgetError):
                 plan = self.agreed(free, self.budget_bytes, is_joint=is_joint)
                 if self.keeps_budget(plan):

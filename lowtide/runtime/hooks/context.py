@@ -73,14 +73,10 @@ class PlanContext:
     """What a solved plan says, by name; None where rules decide."""
     logged_kinds: frozenset = frozenset()
     """Operators that the plan's recipes contain; empty where it has no recipes."""
-    logs_always: bool = True
-    """Operators are compared in every forward pass; else in the first one, and in every 64th."""
     guard: Guard | None = None
     """Watches live bytes; None without a limit."""
     slices: InputKeeper | None = None
     """Cuts the inputs of recomputed layers into slices; None: they are kept whole."""
-    has_warned_of_tangents: bool = False
-    """The warning about a forward pass with tangents before any without them was given."""
     unplanned: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
 

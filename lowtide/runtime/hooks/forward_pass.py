@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -46,7 +45,6 @@ from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, s
 from lowtide.tensors.private import (
     DisableTorchDispatch,
     disable_current_modes,
-    is_forward_mode,
     next_sequence_number,
     top_saved_tensors_hooks,
     version_of,
@@ -55,8 +53,6 @@ from lowtide.tensors.view import View, part_of
 from lowtide.tensors.wrappers import arrived, is_desugared
 
 _MAX_RELEARNED = 3
-# Where a plan says `check: sampled`, so many forward passes lie between two proofs.
-_SAMPLED = 64
 
 
 @dataclass(slots=True)
@@ -89,21 +85,12 @@ class ForwardPass:
         self.first = FirstForward(context, self.parameters)
         self.regions = Regions(context, self.first, self.parameters)
         self.log: OperatorLog | None = None
-        is_sample = context.counters.num_forwards % _SAMPLED == 0
-        # Under any dispatch mode torch computes tangents by other formulas. So with tangents no table is learned, and
-        # what recipes would recompute stays.
-        self.has_tangents = is_forward_mode()
-        if context.logged_kinds and not self.has_tangents and (context.logs_always or is_sample or not entry.tables):
+        if context.logged_kinds:
             self.log = OperatorLog(context.logged_kinds)
         self.recipe_graph: RecipeGraph | None = None
         if context.nodes is not None:
             self.recipe_graph = RecipeGraph(
-                context.scheduler,
-                context.counters,
-                self._stay,
-                context.fingerprints,
-                self.log,
-                learns_graphs=not context.logs_always,
+                context.scheduler, context.counters, self._stay, context.fingerprints, self.log
             )
         context.draws.begin()
         self._is_compiled = False
@@ -124,17 +111,12 @@ class ForwardPass:
         if self.context.guard is not None:
             self.context.guard.enter(layer.name, call)
         table = layer.tables.get(call)
-        is_blind = table is None and self.has_tangents
-        if is_blind:
-            table = self._nothing_known()
         at = self.at = LayerPass(layer, table)
         self.parameters.forget_layer()
         try:
             with self.first.observing(layer) if table is None and not self.first.is_on else contextlib.nullcontext():
                 yield
-            if is_blind:
-                pass  # a table is learned in a pass without tangents
-            elif table is not None:
+            if table is not None:
                 self._compare(at, table)
             else:
                 # Also an empty table: a model often saves nothing around its layers, and need not be observed again.
@@ -159,20 +141,6 @@ class ForwardPass:
             return output
         finally:
             self._is_compiled = outer
-
-    def _nothing_known(self) -> list[SavedTensorEntry]:
-        """The table of a layer in a forward pass that cannot learn one: empty. So all that is saved is swapped if its
-        whole layer is, else kept, and the guard may spill it."""
-        if not self.context.has_warned_of_tangents:
-            self.context.has_warned_of_tangents = True
-            warnings.warn(
-                f"lowtide: {type(self.context.model).__name__} runs under forward-mode derivatives (a dual level is "
-                "open) before lowtide has seen a forward pass without them, and torch gives other tangents while "
-                "anybody watches its operators; so what this pass saves has no plan yet, and is kept or swapped as it "
-                "comes. Run the model once without a dual level first.",
-                stacklevel=2,
-            )
-        return []
 
     def _compare(self, at: LayerPass, table: list[SavedTensorEntry]) -> None:
         """A pass through a layer that has a table is over. If the table did not fit, it is learned again."""
@@ -199,11 +167,6 @@ class ForwardPass:
     def layer(self) -> LayerTable:
         """The layer that is running, or the model around its layers."""
         return self.at.layer
-
-    @property
-    def knows_nothing(self) -> bool:
-        """Whether it is not known yet what the region that runs now writes to."""
-        return self.first.is_on or (self.has_tangents and not self.at.table)
 
     def is_innermost(self) -> bool:
         """Whether these hooks are the ones that autograd calls now (not inside someone's checkpoint region)."""
@@ -356,27 +319,27 @@ class ForwardPass:
         if entry.fate is Fate.SWAP:
             handle = self._swap(saved, entry.tier, entry.distance, entry.leave)
             if isinstance(handle, Shared):
-                self._add_swapped(node, handle, saved.grad_fn)
+                self._add_swapped(node, handle)
             return handle
         if not entry.is_counted or not saved.is_plain:
             return self._keep(saved, is_counted=False)
         kept = self._keep(saved, is_counted=True)
-        recipe_graph.keep(node, kept, tensor, saved.grad_fn)
+        recipe_graph.add(node, ResidentSource(kept, tensor))
         return kept
 
-    def _add_swapped(self, node: Node, handle: Shared, grad_fn: Any) -> None:
+    def _add_swapped(self, node: Node, handle: Shared) -> None:
         """Recipes may start from a tensor that was swapped."""
         assert self.recipe_graph is not None and isinstance(handle.source, OffloadedStorage)
-        self.recipe_graph.add(node, OffloadedSource(handle.source, handle.view), grad_fn)
+        self.recipe_graph.add(node, OffloadedSource(handle.source, handle.view))
 
     def _make(self, saved: Saved, node: Node) -> RecomputedSource | None:
         assert self.recipe_graph is not None
-        return self.recipe_graph.make(node, saved.tensor, saved.grad_fn)
+        return self.recipe_graph.make(node, saved.tensor)
 
     def _encode(self, saved: Saved, node: Node) -> RecomputedSource | None:
         """The source of a tensor that is to be stored smaller: when the next operator saves something."""
         assert self.recipe_graph is not None
-        source = self.recipe_graph.encode(node, saved.tensor, saved.grad_fn)
+        source = self.recipe_graph.encode(node, saved.tensor)
         if source is not None and not node.has_failed:
             self.departures.add_later(functools.partial(self._encode_now, node, source), next_sequence_number())
         return source
@@ -429,19 +392,19 @@ class ForwardPass:
         self.context.counters.retained_input_bytes += saved.storage.nbytes()
         decision = node.decision
         if node.is_made:
-            if recipe_graph.make(node, tensor, saved.grad_fn) is None:
+            if recipe_graph.make(node, tensor) is None:
                 self._miss()
         elif decision.fate is Fate.SWAP:
             tier = decision.tier.value if decision.tier else None
             handle = self._swap(saved, tier, decision.prefetch, decision.leave)
             # Autograd does not read it; its readers are the recipes.
             handle.source.num_readers -= 1
-            self._add_swapped(node, handle, saved.grad_fn)
+            self._add_swapped(node, handle)
         else:
             kept = self._keep(saved, is_counted=True)
             if isinstance(kept, Spillable):
                 kept.num_readers -= 1  # the same
-            recipe_graph.keep(node, kept, tensor, saved.grad_fn)
+            recipe_graph.add(node, ResidentSource(kept, tensor))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

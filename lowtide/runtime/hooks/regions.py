@@ -46,10 +46,6 @@ class Pass(Protocol):
     def layer(self) -> LayerTable:
         """The layer that is running, or the model around its layers."""
 
-    @property
-    def knows_nothing(self) -> bool:
-        """Whether it is not known yet what the region that runs now writes to."""
-
     def pack(self, tensor: torch.Tensor) -> Any:
         """The handle on a tensor that is saved."""
 
@@ -168,11 +164,11 @@ class Regions:
         call = Call(module, forward, *without_cache(module, args, kwargs, watch.refusal_of))
         note = functools.partial(self._note_dropped, now.layer)
         dropped = Dropped(self._context.counters, self._context.ledger, note)
-        return RegionRun(call, dropped, watch, self._context.fingerprints, is_first=now.knows_nothing)
+        return RegionRun(call, dropped, watch, self._context.fingerprints, is_first=self._first.is_on)
 
     def _run(self, now: Pass, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
         # A solved plan has no room for copies, and chooses no layer that was observed to write to its inputs.
-        is_new = now.knows_nothing and self._context.nodes is None
+        is_new = self._first.is_on and self._context.nodes is None
         output = region.run(pack, may_change_inputs=is_new or region.watch.writes_inputs)
         region.watch.writes_inputs |= region.has_changed_inputs
         return output

@@ -10,9 +10,7 @@ another tensor than last time, or one computed from another weight or with anoth
 its tensor only if, in this very forward pass,
 - the node, and what its recipe starts from, have the shapes that the recipe is for (or `recipes/build.py` takes the
   shapes from the operators of this very pass), and
-- `recipes/proof.py` finds that the operators that made it are the recipe's, with the same numbers and operands. Where a
-  plan says `check: sampled`, it does so in the first forward; in later ones the autograd graph behind the node must be
-  the same (types of its operators, the numbers that they saved, their parameters).
+- `recipes/proof.py` finds that the operators that made it are the recipe's, with the same numbers and operands.
 Where that fails, the tensor stays, counted as a divergence, and the recipe is not used again: that costs memory, never
 a wrong value. What is recomputed later must have the fingerprint of what was dropped (fingerprint.py).
 
@@ -39,13 +37,10 @@ Not covered: tensors that something else holds: their bytes stay on the device b
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import nn
 
 from lowtide.core.recipe import Codec, Recipe
 from lowtide.recipes.build import bound
@@ -53,21 +48,16 @@ from lowtide.recipes.execute import compile_recipe
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Input, Node, Source, SourceLink, StateLink
-from lowtide.runtime.recompute.recipe_sources import RecomputedSource, ResidentSource
-from lowtide.runtime.saved.handle import Kept
+from lowtide.runtime.recompute.recipe_nodes import Input, Node, Source, SourceLink, StateLink
+from lowtide.runtime.recompute.recipe_sources import RecomputedSource
 from lowtide.runtime.saved.stats import Counters
 from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
-from lowtide.tensors.private import next_sequence_number, saved_attributes
+from lowtide.tensors.private import next_sequence_number
 from lowtide.tensors.ranks import true_on_all
 from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import inside
-
-# How far the graph behind a node is compared. Recipes are short.
-_MAX_COMPARED = 24
-_SIZES = ("_sizes", "_numel", "_strides", "_options")
 
 
 def give_up_recipe(nodes: Mapping[str, Node], name: str) -> None:
@@ -85,29 +75,20 @@ class RecipeGraph:
     """Called with each source that should be dropped and cannot be: a divergence."""
     fingerprints: Fingerprints
     log: OperatorLog | None
-    """What the operators of this pass did; None where only autograd's graph is compared."""
-    learns_graphs: bool = False
-    """Later passes have no log, and compare autograd's graph with that of this pass."""
+    """What the operators of this pass did; None where the plan has no recipe."""
     is_observing: bool = False
     """The pass learns position tables: it is the first one, or the model has changed."""
     modes: Modes = field(default_factory=Modes)
     """The modes at the beginning of the pass."""
     _sources: dict[str, Source] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[Node, RecomputedSource]]] = field(default_factory=dict)
-    _marks: dict[Any, str] = field(default_factory=dict)
-    """Autograd's nodes that made the sources' tensors. Held, so that no other node gets their identity."""
-
-    def keep(self, node: Node, handle: Kept, tensor: torch.Tensor, grad_fn: Any) -> None:
-        """Add the source of a node that stays, and from which recipes may start. `grad_fn`: autograd's node that made
-        it."""
-        self.add(node, ResidentSource(handle, tensor), grad_fn)
 
     def find(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
         """The recomputed source of this tensor's storage, if there is one."""
         source = self._sources.get(node.name)
         return source if isinstance(source, RecomputedSource) and source.is_of(tensor) else None
 
-    def make(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> RecomputedSource | None:
+    def make(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
         """The source of a node that is to be dropped and recomputed; None where the node has a source already."""
         if node.name in self._sources:
             return None
@@ -116,17 +97,14 @@ class RecipeGraph:
         )
         # It must not leave the device before the operator that saves it has been launched.
         source.last_use = next_sequence_number()
-        fits = not node.has_failed and (self.log is not None or self._is_same_graph(node, grad_fn))
-        if not fits:
+        if node.has_failed:
             self._stay(source)
-        if self.learns_graphs and fits:
-            node.trace = self._trace(grad_fn)
-        self.add(node, source, grad_fn)
-        if fits:
+        self.add(node, source)
+        if not node.has_failed:
             self._link(node, source)
         return source
 
-    def encode(self, node: Node, tensor: torch.Tensor, grad_fn: Any) -> RecomputedSource | None:
+    def encode(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
         """The source of a node that is to be stored smaller; None where the node has a source already. It holds its
         tensor until `encode_now`."""
         if node.name in self._sources:
@@ -137,7 +115,7 @@ class RecipeGraph:
         source.last_use = next_sequence_number()
         if node.has_failed:
             self._stay(source)
-        self.add(node, source, grad_fn)
+        self.add(node, source)
         return source
 
     def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], Source]) -> None:
@@ -151,7 +129,7 @@ class RecipeGraph:
         else:
             self.counters.narrowed_bytes += source.nbytes - form.nbytes
 
-    def add(self, node: Node, source: Source, grad_fn: Any) -> None:
+    def add(self, node: Node, source: Source) -> None:
         """Recipes may start from this source of a node."""
         if node.name in self._sources:
             return
@@ -159,8 +137,6 @@ class RecipeGraph:
         if self.is_observing:
             node.shape = source.shape
         self._sources[node.name] = source
-        if grad_fn is not None:
-            self._marks.setdefault(grad_fn, node.name)
         for waiting, dependent in self._waiting.pop(node.name, ()):
             self._link(waiting, dependent)
 
@@ -192,7 +168,7 @@ class RecipeGraph:
                 entry.follows = entry.shape == other.shape or not node.has_planned_shape
         is_same = source.shape == node.shape and all(other.shape == above.shape for _, above, other in pairs)
         is_literal = is_same and node.has_planned_shape
-        follows = not is_literal and self.log is not None and recipe.can_follow_sizes
+        follows = not is_literal and recipe.can_follow_sizes
         if not (is_literal or follows or (recipe.is_shape_free and all(entry.follows for entry, _, _ in pairs))):
             return None
         links = [link for entry in node.inputs if (link := self._link_to(entry, is_literal)) is not None]
@@ -240,9 +216,7 @@ class RecipeGraph:
 
     def _holds(self, node: Node, source: RecomputedSource, links: tuple[SourceLink | StateLink, ...]) -> bool:
         """Whether the recipe repeats what this forward pass did; on all ranks, if it has collectives."""
-        if self.log is None:
-            return True
-        assert node.proof is not None
+        assert self.log is not None and node.proof is not None
         why = node.proof.mismatch(self.log, source.start(), [link.start() for link in links])
         if node.groups:
             return self._holds_for_all(node, why, source)
@@ -261,36 +235,6 @@ class RecipeGraph:
                 "The other ranks cannot be told in time; give this site the fate keep or swap."
             )
         return not node.has_failed
-
-    def _is_same_graph(self, node: Node, grad_fn: Any) -> bool:
-        return not self.is_observing and node.trace == self._trace(grad_fn)
-
-    # -- the graph behind a node -----------------------------------------------------------------------------------
-
-    def _trace(self, start: Any) -> tuple:
-        """The autograd graph behind a tensor, as far as the next sources: types of operators and the numbers that they
-        saved, parameters, and names of sources."""
-        trace: list[Any] = []
-        queue = [start]
-        for node in queue:
-            if node is None:
-                trace.append(None)
-                continue
-            name = self._marks.get(node)
-            if name is not None and node is not start:
-                trace.append(name)
-                continue
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                trace.append(id(variable) if isinstance(variable, nn.Parameter) else "leaf")
-                continue
-            kind = node.name()
-            # Under a dispatch mode `reshape` makes other view nodes than without.
-            if kind not in VIEW_NODES:
-                trace.append((kind, *(getattr(node, name) for name in _numbers_of(node.__class__))))
-            if len(queue) < _MAX_COMPARED:
-                queue.extend(following for following, _ in node.next_functions)
-        return tuple(trace)
 
     # -- the end of the forward ------------------------------------------------------------------------------------
 
@@ -316,13 +260,6 @@ class RecipeGraph:
                         has_changed = True
         self._sources.clear()
         self._waiting.clear()
-        self._marks.clear()
-
-
-@functools.cache
-def _numbers_of(kind: type) -> tuple[str, ...]:
-    """What a kind of autograd node has saved that is neither a tensor nor a size."""
-    return tuple(name for name in saved_attributes(kind) if not name.endswith(_SIZES))
 
 
 # -- stored smaller ----------------------------------------------------------------------------------------------------

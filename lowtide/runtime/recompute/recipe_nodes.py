@@ -40,8 +40,6 @@ class Node:
     proof: Proof | None = None
     shape: Shape | None = None
     """The shape of its first saved view in the forward that was last observed."""
-    trace: tuple | None = None
-    """The autograd graph behind it in that forward."""
     has_planned_shape: bool = False
     """In that forward it, and what its recipe starts from, had as many bytes as in the plan."""
     has_failed: bool = False

@@ -24,11 +24,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowtide.tensors.compiled import not_traced, refuse_compiled_call
-from lowtide.tensors.private import COMPILED_CALL, is_compiled_module, queue_callback
+from lowtide.tensors.private import COMPILED_CALL, is_compiled_module, is_forward_mode, queue_callback
 
 _MAX_NAMES = 3
 
@@ -138,7 +139,7 @@ class UnobservedForwards:
         self._call = call
         self._arrived: list[str] = []
         self._is_waiting = True
-        self.was_aside = False
+        self._was_aside = False
         """The forward was called, where lowtide steps aside."""
         me = weakref.ref(self)
         trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p))
@@ -148,6 +149,17 @@ class UnobservedForwards:
         """The forward was seen, or need not come any more. Idempotent."""
         if self._is_waiting:
             self.close()
+
+    def step_aside(self) -> None:
+        """The forward is called where lowtide steps aside. Where it trains with tangents, that is said."""
+        self._was_aside = True
+        if is_forward_mode() and torch.is_grad_enabled():
+            warnings.warn(
+                f"lowtide: {type(self._model).__name__} runs under forward-mode derivatives (a dual level is open), "
+                "and torch gives other tangents while anybody watches its operators; so nothing of this pass is "
+                "planned or moved.",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Take all hooks off, for good."""
@@ -186,10 +198,11 @@ class UnobservedForwards:
     def _why(self) -> str:
         kind = type(self._model).__name__
         now = vars(self._model).get("forward")
-        if self.was_aside:
+        if self._was_aside:
             return (
-                f"the forward of {kind} ran only where lowtide steps aside (without gradients, or inside a checkpoint "
-                "region around it); checkpoint parts of the model instead, or leave that to lowtide"
+                f"the forward of {kind} ran only where lowtide steps aside (without gradients, under "
+                "forward-mode derivatives, or inside a checkpoint region around it); checkpoint parts of the model "
+                "instead, or leave that to lowtide"
             )
         if not isinstance(now, ForwardPatch):
             by = f"{getattr(now, '__module__', '?')}.{getattr(now, '__qualname__', type(now).__qualname__)}"

@@ -53,7 +53,7 @@ class ShapePlan:
     def has_sizes(self) -> bool:
         """Whether a recipe of the plan holds for these shapes only."""
         recipes = [site.recipe for site in self.plan.sites if site.recipe is not None]
-        return any(not recipe.serves_all(is_proven=self.plan.check != "sampled") for recipe in recipes)
+        return any(not recipe.serves_all(is_proven=True) for recipe in recipes)
 
     def retire(self) -> None:
         """Its plan is not used again."""

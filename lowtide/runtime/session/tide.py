@@ -391,7 +391,6 @@ class Tide:
             nodes=nodes,
             fingerprints=Fingerprints(functools.partial(give_up_recipe, nodes or {}), is_deep=plan.check == "deep"),
             logged_kinds=logged_kinds(nodes),
-            logs_always=plan.check != "sampled",
         )
 
 

@@ -322,7 +322,7 @@ class Tides:
 
     def _around(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if not is_training():
-            self._unobserved.was_aside = True
+            self._unobserved.step_aside()
             return forward(*args, **kwargs)
         if getattr(self._inside, "is_on", False):  # a model that calls itself: a part of the pass that is under way
             return self._patch.original(*args, **kwargs)

@@ -33,6 +33,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.rules import Rule, Rules, unmatched_error
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
+from lowtide.profiling.observe_call import is_training
 from lowtide.runtime.hooks.context import LayerTable, PlanContext
 from lowtide.runtime.hooks.first_forward import warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.forward_pass import ForwardPass
@@ -44,7 +45,6 @@ from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
-    current_graph_task_id,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
@@ -171,7 +171,7 @@ class PlannedForwards:
         """A forward pass, from its beginning to its end; `forward` alone where lowtide steps aside."""
         context = self._context
         if not _can_hook():
-            self._unobserved.was_aside = True
+            self._unobserved.step_aside()
             return forward(*args, **kwargs)
         if not layer.tables:
             refuse_compiled(self._model, "lowtide.apply")  # before a table is written, also anew
@@ -179,7 +179,7 @@ class PlannedForwards:
         hooks = top_saved_tensors_hooks()
         if is_checkpoint_hook(hooks):
             context.counters.num_skipped_calls += 1
-            self._unobserved.was_aside = True
+            self._unobserved.step_aside()
             return forward(*args, **kwargs)
         if hooks is not None:
             raise foreign_hooks_error(hooks)
@@ -233,14 +233,8 @@ def _run(forward_pass: ForwardPass, layer: LayerTable, forward: Callable, args: 
 
 
 def _can_hook() -> bool:
-    """Not without gradients, not under torch.func or a compiler, and not in a recompute inside a backward pass."""
-    return (
-        torch.is_grad_enabled()
-        and are_saved_tensors_hooks_enabled()
-        and current_graph_task_id() == -1
-        and not are_transforms_active()
-        and not torch.compiler.is_compiling()
-    )
+    """Where a step trains, and no compiler looks."""
+    return is_training() and are_saved_tensors_hooks_enabled() and not torch.compiler.is_compiling()
 
 
 def recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:

@@ -136,7 +136,8 @@ def test_the_forward_was_replaced_afterwards(call: str) -> None:
 
 def test_the_forward_runs_where_lowtide_steps_aside() -> None:
     aside = (
-        "ran only where lowtide steps aside (without gradients, or inside a checkpoint region around it); checkpoint "
+        "ran only where lowtide steps aside (without gradients, under forward-mode derivatives, or inside a "
+        "checkpoint region around it); checkpoint "
         "parts of the model instead, or leave that to lowtide" + END
     )
     x = X.clone().requires_grad_()
