@@ -147,11 +147,12 @@ def _fields(cls: Any) -> _Read:
     ]
 
     older = {field.metadata[OLD_NAME]: field.name for field in dataclasses.fields(cls) if OLD_NAME in field.metadata}
+    left = getattr(cls, "LEFT_FIELDS", frozenset())
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
             raise Mistake(f"expected an object, not {_shown(value)}")
-        written = {older.get(name, name): name for name in value}
+        written = {older.get(name, name): name for name in value if name not in left}
         for name in needed:
             if name not in written:
                 raise Mistake(f"missing key {name!r}")

@@ -202,14 +202,13 @@ class Profile:
         op_bytes[self.num_forward_ops] += nbytes
         return dataclasses.replace(self, op_bytes=tuple(op_bytes))
 
-    def without_sizes(self, *, is_proven: bool) -> Profile:
-        """The same step without the recipes that hold for its shapes only. `is_proven`: each forward pass is compared
-        with its recipes, operator by operator, so most of them can follow its sizes."""
+    def without_sizes(self) -> Profile:
+        """The same step without the recipes that hold for its shapes only."""
 
         def free(node: Site) -> Site:
-            if node.collective_recipe is not None and not node.collective_recipe.is_shape_free:
+            if node.collective_recipe is not None:
                 return dataclasses.replace(node, collective_recipe=None)
-            if node.recipe is None or node.recipe.serves_all(is_proven=is_proven):
+            if node.recipe is None or node.recipe.can_follow_sizes:
                 return node
             return dataclasses.replace(node, recipe=None, why_no_recipe="holds for one shape only")
 

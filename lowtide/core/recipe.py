@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 # Steps that look at bytes in another dtype.
 _REINTERPRETS = frozenset({"aten.view.dtype", "aten.view_as_real.default", "aten.view_as_complex.default"})
@@ -70,8 +70,8 @@ class Recipe:
     seconds: float
     transient_bytes: int
     """Most bytes that exist at once while it runs, beyond its inputs and including its result."""
-    is_shape_free: bool
-    """No size, stride or offset is written in it: it stays right when shapes change."""
+    LEFT_FIELDS: ClassVar[frozenset[str]] = frozenset({"is_shape_free"})
+    """Of files that older versions wrote: nobody needs them."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -80,12 +80,9 @@ class Recipe:
 
     @property
     def can_follow_sizes(self) -> bool:
-        """Whether a forward pass of other shapes that is compared with it can say in which sizes (recipes/build.py)."""
+        """Whether a forward pass of other shapes, which is compared with it, can say in which sizes (recipes/build.py).
+        Else it holds for its own shapes only."""
         return not any(step.op in _REINTERPRETS for step in self.steps) and not self.collectives
-
-    def serves_all(self, *, is_proven: bool) -> bool:
-        """Whether it holds for other shapes, too; `is_proven`: every forward pass is compared with it."""
-        return self.is_shape_free or (is_proven and self.can_follow_sizes)
 
     @property
     def collectives(self) -> tuple[str, ...]:

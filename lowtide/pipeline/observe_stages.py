@@ -76,7 +76,7 @@ def observe_stages(
             output = _Output()
             profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
             found[stage] = StageChunk(
-                profile=profile if is_steady and not exchanges else profile.without_sizes(is_proven=False),
+                profile=profile if is_steady and not exchanges else profile.without_sizes(),
                 exchanges=exchanges,
                 input_bytes=_bytes_of(args) if stage else 0,
                 output_bytes=0 if is_last else _bytes_of(output.tensors),

@@ -35,17 +35,7 @@ class Recipes:
 
 def with_recipes(trace: Trace) -> tuple[list[NodeRecord], Recipes]:
     """The nodes worth keeping on record, and their recipes."""
-    targets = [
-        Target(
-            storage=node.storage,
-            version=node.version,
-            saved=node.saved,
-            is_retained_input=node.retained_input is not None,
-            shape=node.shape,
-        )
-        for node in trace.nodes
-        if not node.is_given
-    ]
+    targets = [Target(storage=node.storage, version=node.version) for node in trace.nodes if not node.is_given]
     for call in trace.ops.calls:  # clocks of devices are read when the step is over
         call.seconds = trace.ops.seconds[call.index]
     alone = build_recipes(trace.ops.calls, targets)

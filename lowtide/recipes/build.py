@@ -14,8 +14,8 @@ later ones, in the order in which that happened. No recipe starts from a node, p
 into after it was saved or read: later it holds other bytes than those that were read.
 
 Shapes: views are not run again; a tensor is described by its size, stride and offset at a storage (one `as_strided`
-where an operator of the recipe made it). So most recipes hold for the shapes that were observed, and `bound`
-gives them others. `is_shape_free` marks those in which no such number is written.
+where an operator of the recipe made it). So recipes hold for the shapes that were observed, and `bound` gives them
+others.
 
 Collectives: a recipe holds none, for all ranks of the group would have to run it, as often and in the same order.
 `build_collective_recipes` makes those that do hold one, for rules that name them (mindformers/plan.py). Only functional
@@ -58,7 +58,6 @@ from lowtide.recipes.graph import (
     Value,
     filled_version,
     has_numbers,
-    has_sizes,
     is_empty,
     is_random,
     is_repeatable,
@@ -69,7 +68,6 @@ from lowtide.recipes.graph import (
     pure_args,
     read_values,
     shows_all,
-    sizes_in,
     written_values,
 )
 from lowtide.recipes.proof import FromInput, FromStep, OperatorLog, Proof, Repeated, Seen, Start
@@ -92,11 +90,6 @@ class Target:
 
     storage: Storage
     version: int
-    saved: int
-    """Forward operator after which its first hook ran."""
-    is_retained_input: bool
-    shape: Shape
-    """Of the first view that was saved or caught."""
 
 
 class _NoRecipeError(Exception):
@@ -147,7 +140,6 @@ class _Graph:
         self.filled: dict[int, int | None] = {}
         self.item_reads: dict[str, int] = {}
         self.wait_seconds: dict[int, float] = {}
-        self.sizes = sizes_in(calls)
         for call in calls:
             self._note(call)
 
@@ -219,7 +211,6 @@ class _RecipeBuilder:
     made: dict[int, tuple[int, int, Value]] = field(default_factory=dict)
     views: dict[tuple, int] = field(default_factory=dict)
     device: torch.device | None = None
-    is_shape_free: bool = True
 
     def build(self) -> Recipe:
         last, output = self._result()
@@ -236,7 +227,6 @@ class _RecipeBuilder:
             output=output,
             seconds=sum(self._seconds(call) for call in order),
             transient_bytes=self._transient_bytes(order),
-            is_shape_free=self.is_shape_free,
         )
 
     def _seconds(self, call: OpCall) -> float:
@@ -321,7 +311,6 @@ class _RecipeBuilder:
             args=tuple(self._encode(arg) for arg in pure_args(call)),
             kwargs={key: self._encode(arg) for key, arg in call.kwargs.items()},
         )
-        self.is_shape_free &= not has_sizes(call, self.graph.sizes)
         if self.graph.reads_data(call) and has_numbers(call):
             raise _NoRecipeError("number read from data")
         self.steps.append(step)
@@ -342,9 +331,6 @@ class _RecipeBuilder:
         start = self._start(value)
         if start is None:
             return self._view(value)
-        if start.kind == "node":
-            _, target = self.graph.targets[value.storage.index]
-            self.is_shape_free &= _looks(value) == target.shape
         return {"input": self.inputs.setdefault(start, len(self.inputs))}
 
     def _view(self, value: Value) -> dict[str, int]:
@@ -355,7 +341,6 @@ class _RecipeBuilder:
         step, output, base = self.made[value.storage.index]
         if _looks(value) == _looks(base):
             return {"step": step, "output": output}
-        self.is_shape_free = False
         if value.dtype == base.dtype:
             args = ({"step": step, "output": output}, [*value.size], [*value.stride], value.offset)
             self.steps.append(RecipeStep(op="aten.as_strided.default", args=args))

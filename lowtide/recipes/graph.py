@@ -20,12 +20,8 @@ the batch (token ids): they may be others in the next step.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-import operator
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,11 +142,6 @@ _TRAINING = 5
 # oneDNN's LSTM keeps a workspace for its backward, and gives none at all without gradients. The table of a CTC loss has
 # places that no alignment reaches.
 _WORKSPACES = frozenset({"mkldnn_rnn_layer", "_ctc_loss"})
-# Size-like by type, but right for every shape.
-_NO_SIZES = frozenset({("embedding", "padding_idx")})
-# Their sizes are those of their weight, which no batch changes if it is a parameter.
-_SIZED_BY_WEIGHT = frozenset({"native_layer_norm", "_fused_rms_norm"})
-_NORMALIZED_SHAPE, _WEIGHT = (1, "normalized_shape"), (2, "weight")
 
 
 # Collectives that give out one new tensor and name their group by a string.
@@ -313,71 +304,6 @@ def _follow(parts: Sequence[Value], dim: int) -> bool:
             return False
         end += part.size[dim] * part.stride[dim]
     return True
-
-
-def sizes_in(calls: Iterable[OpCall]) -> frozenset[int]:
-    """Every size of a tensor that some call saw, and the products of neighbouring ones."""
-    found: set[int] = set()
-    shapes = {value.size for call in calls for value in (*read_values(call), *filter(None, call.outputs))}
-    for shape in shapes:
-        for first in range(len(shape)):
-            found.update(itertools.accumulate(shape[first:], operator.mul))
-    return frozenset(found - {0, 1})
-
-
-def has_sizes(call: OpCall, known_sizes: frozenset[int]) -> bool:
-    """Whether a size, stride or offset is written in the call; also `arange(16)`: its result has a size of its own.
-
-    A number to compute with that is a size of some tensor in the step, or one over it, counts as one: it may come from
-    `x.sum() / len(x)`, where `x` is not seen by the division.
-    """
-    if not any(True for _ in read_values(call)):
-        return any(output is not None and output.size for output in call.outputs)
-    sizes, scalars = _size_arguments(call.func)
-    given = [*enumerate(call.args), *call.kwargs.items()]
-    if _is_sized_by_parameter(call):
-        sizes -= frozenset(_NORMALIZED_SHAPE)
-    if any(key in sizes and arg is not None and not _is_empty_list(arg) for key, arg in given):
-        return True
-    numbers = [abs(arg) for key, arg in given if key in scalars and type(arg) in (int, float)]
-    return any(_is_size(number, known_sizes) for number in numbers)
-
-
-def _is_sized_by_parameter(call: OpCall) -> bool:
-    if packet_name(call) not in _SIZED_BY_WEIGHT:
-        return False
-    weight = next((arg for key, arg in [*enumerate(call.args), *call.kwargs.items()] if key in _WEIGHT), None)
-    return isinstance(weight, Value) and weight.storage.kind == "parameter"
-
-
-def _is_size(number: float, known_sizes: frozenset[int]) -> bool:
-    if not math.isfinite(number) or number == 0:
-        return False
-    whole = round(1 / number) if number < 1 else 0
-    return number in known_sizes or (whole in known_sizes and 1 / whole == number)
-
-
-def _is_empty_list(arg: Any) -> bool:
-    return isinstance(arg, (list, tuple)) and not arg
-
-
-@functools.cache
-def _size_arguments(func: OpOverload) -> tuple[frozenset[int | str], frozenset[int | str]]:
-    """Positions and names of the arguments that are sizes (the schema writes them as SymInt, dimensions as int), and
-    of those that are numbers to compute with."""
-    # In Python sizes and dimensions are both "int"; only the written schema tells them apart.
-    kinds = {name: kind for kind, name in re.findall(r"(\w+)\S* (\w+)[=,)]", str(schema_of(func)))}
-    packet = func.overloadpacket.__name__
-    sizes: set[int | str] = set()
-    scalars: set[int | str] = set()
-    for position, argument in enumerate(schema_of(func).arguments):
-        kind = kinds.get(argument.name)
-        if kind == "SymInt" and (packet, argument.name) not in _NO_SIZES:
-            sizes |= {position, argument.name}
-        # `x * 2` is recorded as mul.Tensor(x, 2).
-        if kind in ("Scalar", "float", "Tensor") and argument.name != "exponent":
-            scalars |= {position, argument.name}
-    return frozenset(sizes), frozenset(scalars)
 
 
 def has_numbers(call: OpCall) -> bool:

@@ -124,7 +124,7 @@ def test_without_ranks_nothing_is_known_of_collectives() -> None:
 def test_several_collectives_in_words() -> None:
     def node(*names: str) -> Site:
         steps = tuple(RecipeStep(op=f"_c10d_functional.{name}.default", args=("7",)) for name in names)
-        recipe = Recipe(inputs=(), steps=steps, seconds=0.0, transient_bytes=0, is_shape_free=True)
+        recipe = Recipe(inputs=(), steps=steps, seconds=0.0, transient_bytes=0)
         return dataclasses.replace(decoder_profile(1).nodes[0], collective_recipe=recipe)
 
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"

@@ -23,7 +23,7 @@ def recipe(*names: str, transient_bytes: int = 0) -> Recipe:
     inputs = tuple(RecipeInput(kind="node", name=name, geometry=geometry) for name in names)
     step = RecipeStep(op="aten.neg.default", args=({"input": 0},))
     return Recipe(
-        inputs=inputs, steps=(step,), seconds=0.25, transient_bytes=transient_bytes, is_shape_free=True
+        inputs=inputs, steps=(step,), seconds=0.25, transient_bytes=transient_bytes
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def recipe(*steps: RecipeStep, num_inputs: int = 1, output: int = 0) -> Recipe:
     geometry = Geometry(size=(4,), stride=(1,), offset=0, dtype="float32")
     inputs = tuple(RecipeInput(kind="node", name=f"node{i}", geometry=geometry) for i in range(num_inputs))
     return Recipe(
-        inputs=inputs, steps=steps, output=output, seconds=0.0, transient_bytes=0, is_shape_free=True
+        inputs=inputs, steps=steps, output=output, seconds=0.0, transient_bytes=0
     )  # fmt: skip
 
 

@@ -311,7 +311,7 @@ def _recipe(*steps: RecipeStep, inputs: tuple[Tensor, ...]) -> Recipe:
             size=tuple(x.size()), stride=x.stride(), offset=x.storage_offset(), dtype="float32"))
         for i, x in enumerate(inputs)
     )  # fmt: skip
-    return Recipe(inputs=given, steps=steps, seconds=0.0, transient_bytes=0, is_shape_free=False)
+    return Recipe(inputs=given, steps=steps, seconds=0.0, transient_bytes=0)
 
 
 def _mismatch(recipe: Recipe, inputs: tuple[Tensor, ...], run: Callable[[], Tensor]) -> str:

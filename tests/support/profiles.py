@@ -77,7 +77,6 @@ def _node(
         steps=(RecipeStep(op="aten.mul.Tensor", args=({"input": 0}, 2.0)),),
         seconds=SECONDS / 20,
         transient_bytes=mib * MIB,
-        is_shape_free=True,
     )
     return Site(
         name=name,

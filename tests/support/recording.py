@@ -23,7 +23,6 @@ from lowtide.profiling.producer_names import op_name
 from lowtide.recipes.build import Target
 from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.view import Shape
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -36,6 +35,8 @@ class Recording:
     targets: list[Target] = field(default_factory=list)
     bits: dict[str, Tensor] = field(default_factory=dict)
     """Bytes of each node when it was saved, by name."""
+    retained_inputs: set[str] = field(default_factory=set)
+    """Names of the nodes that autograd does not save."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Parameters and buffers by name."""
 
@@ -150,14 +151,12 @@ class _Mode(TorchDispatchMode):
                 storage.kind = "unknown"
         nodes = [(*entry, False) for entry in self.saved.values()]
         nodes += [(*entry, True) for index, entry in self.caught.items() if index not in self.saved]
-        for saved, _, value, bits, is_retained_input in sorted(nodes, key=lambda node: (node[0], node[4], node[1])):
+        for _, _, value, bits, is_retained_input in sorted(nodes, key=lambda node: (node[0], node[4], node[1])):
             storage = value.storage
-            shape = Shape(value.size, value.stride, value.offset, value.dtype)
-            target = Target(
-                storage=storage, version=value.version, saved=saved, is_retained_input=is_retained_input, shape=shape
-            )
-            self.recording.targets.append(target)
+            self.recording.targets.append(Target(storage=storage, version=value.version))
             self.recording.bits[storage.name] = bits
+            if is_retained_input:
+                self.recording.retained_inputs.add(storage.name)
         return self.recording
 
 

@@ -4,11 +4,10 @@ Read from top to bottom, this is the life of a plan:
 
 1. *A forward pass comes* (`prepare`). Its key is the shapes of the inputs, and the state of the model (model_state.py);
    where the pass before saved others than planned, that is another state.
-   A plan that was made for that key, or for one that covers it, is in the table (session/shapes.py); else the step is
-   observed and planned for. A plan serves smaller shapes too: when the first smaller batch comes, it is made again
-   without recipes that hold for one shape only. An observed step runs the model's collectives once more; where only
-   some ranks have the new shape, a model with collectives runs under the largest plan that exists, and the guard holds
-   the limit.
+   A plan that was made for that key, or for one that covers it (a plan serves smaller shapes too), is in the table
+   (session/shapes.py); else the step is observed and planned for. An observed step runs the model's collectives once
+   more; where only some ranks have the new shape, a model with collectives runs under the largest plan that exists, and
+   the guard holds the limit.
 2. *The plan is put on* (`_use`): a tide carries it out (session/tides.py).
 3. *The step is over* (`compare`). The first two steps of each plan are compared with its prediction. What was wrong,
    and by how much, is the rule of measure.py; a new plan is made with the corrected figure.
@@ -62,7 +61,6 @@ CHANGED = "the model changed: "
 ACCUMULATES = "gradients stay"
 SEVERAL_PASSES = "several forward passes before a backward pass"
 OPTIMIZER = "an optimizer was found"
-VARIES = "shapes vary"
 UNSTEADY = "recipes do not hold"
 REFUSED = "layers cannot run again"
 OUT_OF_MEMORY = "out of memory"
@@ -190,28 +188,7 @@ class Autopilot:
         key = self.table.cover(bucket)
         if key is None or key == bucket:
             return key
-        serves = self.planner.keeps_budget(self.table[key].plan) and self._let_serve_smaller(key)
-        return key if serves else None
-
-    def _let_serve_smaller(self, key: ShapeBucket) -> bool:
-        """Plan anew without recipes that hold for one shape only; False where that does not fit."""
-        shape = self.table[key]
-        if shape.serves_smaller:
-            return True
-        free = shape.profile.without_sizes(is_proven=True)
-        if shape.has_sizes:
-            start = time.perf_counter()
-            try:
-                plan = self.planner.again(shape, is_joint=self._decide("vary"), profile=free)
-            except BudgetError:
-                return False
-            if not self.planner.keeps_budget(plan):
-                return False
-            self._replace(shape, plan)
-            self._use(key, why=VARIES, start=start)
-        shape.profile = free
-        shape.serves_smaller = True
-        return True
+        return key if self.planner.keeps_budget(self.table[key].plan) else None
 
     def _with_state_of_now(self, key: ShapeBucket) -> dict[str, Any]:
         """The model is again as it was when the plan of `key` was made. Meanwhile its optimizer may have got state of
@@ -262,7 +239,7 @@ class Autopilot:
             if same is not None:
                 self.model_state.ignore(same.model, key.model)
                 buckets.append(self.table.bucket(args, kwargs, model=self.model_state.look()))
-            return self.planner.first(profile, self.table, is_joint=is_first or self.planner.consensus.is_together)
+            return self.planner.first(profile, is_joint=is_first or self.planner.consensus.is_together)
 
         try:
             shape = self._tides.observe(args, kwargs, planned, why=why)

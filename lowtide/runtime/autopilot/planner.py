@@ -184,22 +184,12 @@ class Planner:
         # With other shapes the first rank's plan is not one for this rank.
         return common if plan is None or self.consensus.is_together else plan
 
-    def again(self, shape: ShapePlan, *, is_joint: bool, profile: Profile | None = None) -> Plan:
+    def again(self, shape: ShapePlan, *, is_joint: bool) -> Plan:
         """Another plan for the same shapes, with what is known by now. Raises BudgetError where none will do."""
-        return self.agreed(profile or shape.profile, self.budget_for(shape), is_joint=is_joint)
+        return self.agreed(shape.profile, self.budget_for(shape), is_joint=is_joint)
 
-    def first(self, profile: Profile, known: Iterable[ShapePlan], *, is_joint: bool) -> ShapePlan:
-        """A plan for what was just observed; one that serves smaller shapes too, if some of the `known` do already.
-
-        Raises BudgetError where none will do.
-        """
-        known = list(known)
-        if any(shape.serves_smaller for shape in known):
-            free = profile.without_sizes(is_proven=True)
-            with contextlib.suppress(BudgetError):
-                plan = self.agreed(free, self.budget_bytes, is_joint=is_joint)
-                if self.keeps_budget(plan):
-                    return ShapePlan(profile=free, plan=plan, serves_smaller=True)
+    def first(self, profile: Profile, *, is_joint: bool) -> ShapePlan:
+        """A plan for what was just observed. Raises BudgetError where none will do."""
         return ShapePlan(profile=profile, plan=self.agreed(profile, self.budget_bytes, is_joint=is_joint))
 
     # -- several forward passes before a backward pass ---------------------------------------------------------------

@@ -164,17 +164,16 @@ class RecipeGraph:
             node.has_planned_shape = source.nbytes == node.decision.nbytes and all(
                 other.nbytes == above.decision.nbytes for _, above, other in pairs
             )
-            for entry, _, other in pairs:
-                entry.follows = entry.shape == other.shape or not node.has_planned_shape
         is_same = source.shape == node.shape and all(other.shape == above.shape for _, above, other in pairs)
         is_literal = is_same and node.has_planned_shape
-        follows = not is_literal and recipe.can_follow_sizes
-        if not (is_literal or follows or (recipe.is_shape_free and all(entry.follows for entry, _, _ in pairs))):
+        if not (is_literal or recipe.can_follow_sizes):
+            if not node.groups:
+                node.has_failed, node.why_failed = True, "it holds for one shape only"
             return None
         links = [link for entry in node.inputs if (link := self._link_to(entry, is_literal)) is not None]
         if len(links) < len(node.inputs):
             return None
-        if follows:
+        if not is_literal:
             return self._links_in_these_sizes(node, source, recipe, links)
         return tuple(links) if self._holds(node, source, tuple(links)) else None
 

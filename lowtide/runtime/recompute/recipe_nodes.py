@@ -76,8 +76,6 @@ class Input:
     node: Node | None = None
     find_state: Callable[[], torch.Tensor | None] | None = None
     """For a parameter or a buffer: gives the tensor that the module has now. None for a node."""
-    follows: bool = False
-    """It has the shape of the node's first saved view, also where that has another shape in a later forward."""
 
 
 def nodes_of(plan: Plan, model: nn.Module) -> dict[str, Node]:

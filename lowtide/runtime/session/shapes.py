@@ -35,8 +35,6 @@ class ShapePlan:
     plan: Plan
     tide: Tide | None = None
     """The plan at work, or put aside; None if it never was."""
-    serves_smaller: bool = False
-    """No recipe of the plan holds for one shape only."""
     num_reviews: int = 0
     """How many planned steps were compared with their prediction."""
     unforeseen_bytes: int = 0
@@ -53,7 +51,7 @@ class ShapePlan:
     def has_sizes(self) -> bool:
         """Whether a recipe of the plan holds for these shapes only."""
         recipes = [site.recipe for site in self.plan.sites if site.recipe is not None]
-        return any(not recipe.serves_all(is_proven=True) for recipe in recipes)
+        return any(not recipe.can_follow_sizes for recipe in recipes)
 
     def retire(self) -> None:
         """Its plan is not used again."""

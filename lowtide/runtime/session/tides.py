@@ -92,7 +92,7 @@ class PlanEvent:
     """How many planned forward passes had run."""
     why: str
     """'first step', 'new shape', 'the model changed: ...', 'several forward passes before a backward pass', 'an
-    optimizer was found', 'shapes vary', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
+    optimizer was found', 'gradients stay', 'recipes do not hold', 'layers cannot run again',
     'peak: ...', 'loop: ...', 'compute: ...', 'stalls: ...', 'out of memory'."""
     budget_bytes: int | None
     """What the solver was given: the budget, less what measurements showed beyond its prediction; None without one."""
