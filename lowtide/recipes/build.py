@@ -56,14 +56,12 @@ from lowtide.recipes.graph import (
     OpCall,
     Storage,
     Value,
-    filled_version,
     has_numbers,
     is_empty,
     is_random,
     is_repeatable,
     is_wait,
     leaves_bytes_unset,
-    overwrites,
     packet_name,
     pure_args,
     read_values,
@@ -137,7 +135,6 @@ class _Graph:
             self.targets.setdefault(target.storage.index, (rank, target))
         self.writers: dict[int, list[tuple[OpCall, Value]]] = {}
         self.reinterpretations: dict[tuple, OpCall] = {}
-        self.filled: dict[int, int | None] = {}
         self.item_reads: dict[str, int] = {}
         self.wait_seconds: dict[int, float] = {}
         for call in calls:
@@ -179,14 +176,10 @@ class _Graph:
             raise _NoRecipeError("mutated")
         return call
 
-    def is_filled(self, storage: Storage, version: int) -> bool:
-        """Whether it has values everywhere at this version."""
-        if not is_empty(storage):
-            return True
-        if storage.index not in self.filled:
-            self.filled[storage.index] = filled_version(storage, self.writers.get(storage.index, []))
-        filled = self.filled[storage.index]
-        return filled is not None and version >= filled
+    def why_empty(self, storage: Storage) -> str:
+        """Why nothing is made from memory that was allocated without values."""
+        is_drawn = any(is_random(call) for call, _ in self.writers.get(storage.index, ()))
+        return "random" if is_drawn else "uninitialised"
 
     def reads_data(self, call: OpCall) -> bool:
         """Whether Python may have computed a number in this call's arguments from a tensor, in a module close by."""
@@ -215,8 +208,8 @@ class _RecipeBuilder:
     def build(self) -> Recipe:
         last, output = self._result()
         self._walk()
-        if not self.graph.is_filled(self.target.storage, self.target.version):
-            raise _NoRecipeError("uninitialised")
+        if is_empty(self.target.storage):
+            raise _NoRecipeError(self.graph.why_empty(self.target.storage))
         order = [self.calls[index] for index in sorted(self.calls)]
         assert order[-1] is last, "an operator that a recipe needs ran after the last of it"
         for call in order:
@@ -263,8 +256,8 @@ class _RecipeBuilder:
             for value in read_values(call):
                 if self._start(value) is not None:
                     continue
-                if not self.graph.is_filled(value.storage, value.version) and not overwrites(call, value):
-                    raise _NoRecipeError("uninitialised")
+                if is_empty(value.storage):
+                    raise _NoRecipeError(self.graph.why_empty(value.storage))
                 key = (value.storage.index, value.version)
                 if key not in seen:
                     seen.add(key)

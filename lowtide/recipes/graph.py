@@ -11,7 +11,7 @@ indices may be stored in fewer bytes without a look at them (tensors/codecs.py),
 What an operator reads and writes comes from its schema, and where the schema does not say, from here. A recipe may run
 one again only if all that it reads can be given to it and all that it writes is the recipe's own. Three things are not
 in a schema: batch norms update running statistics, the older kind of collectives (`c10d`) writes into what it is given,
-and freshly allocated memory (`empty`) holds nothing until somebody has written all of it.
+and freshly allocated memory (`empty`) holds what was there before: nobody follows what is written to it since.
 
 Cost: a walk over the arguments of one call. Not covered: side effects outside of tensors; what the numbers were;
 limits of indices that something wrote to after they were made, of masked or shifted ones, and of those that came with
@@ -134,7 +134,6 @@ class OpCall:
 
 
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
-_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 # The statistics are no input of what these compute in training mode, so they may be left out of a second run.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _RUNNING_STATISTICS = slice(3, 5)
@@ -251,59 +250,6 @@ def shows_all(storage: Storage) -> bool:
     given = storage.producer.outputs if storage.producer is not None else ()
     shown = [math.prod(v.size) * v.dtype.itemsize for v in given if v is not None and v.storage is storage]
     return sum(shown) >= storage.nbytes
-
-
-def overwrites(call: OpCall, value: Value) -> bool:
-    """Whether a call writes all of a tensor without reading it."""
-    return (packet_name(call) in _OVERWRITES or is_random(call)) and bool(call.args) and call.args[0] is value
-
-
-def filled_version(storage: Storage, writers: Sequence[tuple[OpCall, Value]]) -> int | None:
-    """The version from which all bytes of an `is_empty` storage have been written; None if that cannot be told."""
-    written: list[Value] = []
-    for version, (call, value) in enumerate(writers, start=1):
-        if not overwrites(call, value):
-            return None
-        written.append(value)
-        if _cover(written, storage.nbytes):
-            return version
-    return None
-
-
-def _cover(parts: Sequence[Value], nbytes: int) -> bool:
-    """Whether tensors cover a storage, put together side by side in one dimension."""
-    first = parts[0]
-    if any(part.stride != first.stride or part.dtype != first.dtype for part in parts):
-        return False
-    if nbytes == 0:
-        return True
-    dims = range(len(first.size))
-    seams = [dim for dim in dims if len({part.size[dim] for part in parts}) > 1] or [*dims]
-    whole = [*first.size]
-    if len(parts) > 1:
-        # Equal halves differ in no size: then any dimension may be the one in which they follow each other.
-        seam = next((dim for dim in seams if _follow(parts, dim)), None)
-        if seam is None:
-            return False
-        whole[seam] = sum(part.size[seam] for part in parts)
-    # All of the storage: from its first element, dense in some order of the dimensions.
-    expected = 1
-    for stride, size in sorted((first.stride[dim], whole[dim]) for dim in dims if whole[dim] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return min(part.offset for part in parts) == 0 and expected * first.dtype.itemsize == nbytes
-
-
-def _follow(parts: Sequence[Value], dim: int) -> bool:
-    """Whether each tensor begins where the one before it ends, and all other sizes agree."""
-    end = min(part.offset for part in parts)
-    for part in sorted(parts, key=lambda part: part.offset):
-        others = [size for other, size in enumerate(part.size) if other != dim]
-        if part.offset != end or others != [size for other, size in enumerate(parts[0].size) if other != dim]:
-            return False
-        end += part.size[dim] * part.stride[dim]
-    return True
 
 
 def has_numbers(call: OpCall) -> bool:
