@@ -175,7 +175,7 @@ def swap_optimizer(
     *,
     tier: str = "host",
     overlap: str = "auto",
-    resident: float | str = "auto",
+    resident: float = 0.0,
     bucket_bytes: int | str = "auto",
     engine: EngineChoice = None,
     min_bytes: int | str = 16 * 1024,
@@ -185,8 +185,7 @@ def swap_optimizer(
     that it is.
 
     `tier`: "host", the first tier below the device (main memory; for a model on the CPU a file), or "disk".
-    `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device;
-    "auto": as much as the first steps show to be free.
+    `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device.
     `bucket_bytes`: how much is copied at once; about three times as much is on the device in a step. State smaller than
     `min_bytes` stays where it is. `engine`: as in `apply`.
     Raises `ConfigError` for optimizers that cannot be stepped in parts, and for every other mistake.

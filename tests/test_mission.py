@@ -169,7 +169,8 @@ OPTIMIZER = (
     Row("`--virtual-optimizer`", "missing", "tier `mapped`, which kernels read in place, is refused by name",
         "optimizer/test_swap::test_refusals"),
     Row("`--virtual-optimizer all, 2 3 ...`: gigabytes for each stage", "in part", "`resident` says the share that "
-        "stays; `auto` finds it for each stage", "optimizer/test_residency::test_what_stays_fits_beside_the_headroom"),
+        "stays; `memory.optimizer: auto` finds it for a budget",
+        "planner/test_place_state::test_auto_is_never_slower_than_keep_and_never_needs_more"),
     Row("20 % less memory on DeepSeek-V3", "works", "predicted: 25 % less on 512 devices, the step 1 % longer",
         "cli/test_plan_cluster::test_a_swapped_optimizer_takes_a_fifth_and_more_off_deepseek_v3"),
 )  # fmt: skip

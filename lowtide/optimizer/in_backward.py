@@ -162,13 +162,6 @@ class StepOverlap:
         self._prefetch = BackwardPrefetch(store) if wanted == "backward" else None
         self._is_trying = wanted == "auto" and store.engine.device_bytes() is not None
         self._stalls: list[float] = []
-        self.tried: tuple[float, float] | None = None
-        """With 'auto', after the trial: seconds that a step waits as 'step', and as 'backward'."""
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether the way may still change."""
-        return self._is_trying
 
     @property
     def mode(self) -> str:
@@ -190,7 +183,6 @@ class StepOverlap:
             self._is_trying = False
             without = self._stalls[1 + NUM_TRIED] - self._stalls[1]
             ahead = self._stalls[-1] - self._stalls[-1 - NUM_TRIED]
-            self.tried = (without / NUM_TRIED, ahead / NUM_TRIED)
             if ahead >= without:
                 self.close()
 

@@ -68,18 +68,13 @@ def check_names(tier: Any, overlap: Any) -> None:
             raise ConfigError(f"lowtide.swap_optimizer: {name} '{value}' is none of {', '.join(known)}{hint}")
 
 
-def share_of(resident: Any) -> float | None:
-    """None: 'auto'."""
-    if resident == "auto":
-        return None
+def share_of(resident: Any) -> float:
     if isinstance(resident, bool) or not isinstance(resident, int | float) or not 0 <= resident <= 1:
-        raise ConfigError(f"lowtide.swap_optimizer: resident is 'auto' or a share from 0 to 1, not {resident!r}")
+        raise ConfigError(
+            f"lowtide.swap_optimizer: resident is a share from 0 to 1, not {resident!r}; memory.optimizer: auto finds "
+            "the share for a budget"
+        )
     return float(resident)
-
-
-def why_none_stays() -> str:
-    """Why `resident='auto'` cannot mean more than none here; empty where it can."""
-    return "there are several ranks, which must step alike: give a share" if has_company() else ""
 
 
 def check_alone() -> None:

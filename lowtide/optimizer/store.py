@@ -90,8 +90,6 @@ class StateStore:
         """Parameters whose state stays on the device."""
         self.asked_to_stay: set[torch.Tensor] = set()
         """The part of `residents` that `keep` was given."""
-        self._brought: list[tuple[list[torch.Tensor], int]] = []
-        """The parameters of each bucket that `let_stay` brought back, and its bytes."""
         self.unfinished: list[StateBucket] = []
         """Buckets of large parameters whose first step is not over: `buckets` does not have them yet."""
         self.state_bytes_per_parameter_byte = 3.0
@@ -357,49 +355,6 @@ class StateStore:
             if self.bucket_of.get(parameter) is bucket:
                 del self.bucket_of[parameter]
         self.transfers.free(bucket)
-
-    def let_stay(self, most_bytes: int) -> int:
-        """Bring whole buckets back to stay, the first ones that fit into so many bytes; how many bytes came. Between
-        steps; nothing is on its way.
-
-        Where memory runs out before, the others are where they were."""
-        came = 0
-        shown = self._shown(self.optimizer.state)
-        for bucket in list(self.buckets):
-            if came + bucket.nbytes > most_bytes:
-                continue
-            try:
-                self._bring(bucket, shown)
-            except torch.OutOfMemoryError:
-                break
-            came += bucket.nbytes
-            self.keep({*self.asked_to_stay, *bucket.parameters})
-            self._brought.append((bucket.parameters, bucket.nbytes))
-        return came
-
-    def send_away(self, least_bytes: int | None) -> int:
-        """Send away so many bytes of what `let_stay` brought, last ones first (None: all of it); how many left.
-
-        By the host, without memory of the device. Between steps; nothing is on its way. What no tier has room for
-        stays."""
-        before, leaving, nbytes = self.moved_bytes, [], 0
-        while self._brought and (least_bytes is None or nbytes < least_bytes):
-            parameters, size = self._brought.pop()
-            leaving += parameters
-            nbytes += size
-        self.keep(self.asked_to_stay - set(leaving))
-        self.adopt(leaving, anywhere=True)
-        return self.moved_bytes - before
-
-    @property
-    def staying_bytes(self) -> int:
-        """Bytes of the buckets that `let_stay` brought and that still stay."""
-        return sum(nbytes for parameters, nbytes in self._brought if self.asked_to_stay.issuperset(parameters))
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes of the buckets that are elsewhere between steps."""
-        return sum(bucket.nbytes for bucket in self.buckets if bucket.resident is None)
 
     def part_from(self, bucket: StateBucket, buffer: torch.UntypedStorage) -> None:
         """Give what `optimizer.state` shows of a bucket's buffer memory of its own, and drop the buffer."""

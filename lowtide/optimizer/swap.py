@@ -24,9 +24,7 @@ from typing import Any
 
 import torch
 
-from lowtide.core.budget import DeviceMemory
 from lowtide.engines.base import EngineChoice
-from lowtide.engines.device_memory import device_memory
 from lowtide.errors import ConfigError
 from lowtide.optimizer.in_backward import InBackward, StepOverlap
 from lowtide.optimizer.parts import StepRun
@@ -40,10 +38,8 @@ from lowtide.optimizer.requests import (
     share_of,
     size_of,
     tiers_from,
-    why_none_stays,
     why_not_in_parts,
 )
-from lowtide.optimizer.residency import Residency, StateChoice
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.step import Stepper
 from lowtide.optimizer.store import StateStore, WeightHolder
@@ -84,17 +80,15 @@ def swap_optimizer(
     *,
     tier: str = "host",
     overlap: str = "auto",
-    resident: float | str = "auto",
+    resident: float = 0.0,
     bucket_bytes: int | str = "auto",
     engine: EngineChoice = None,
     min_bytes: int | str = MIN_BYTES,
     num_buffers: int = NUM_BUFFERS,
-    memory: Callable[[], DeviceMemory] | None = None,
     weights: WeightHolder | None = None,
 ) -> OptimizerSwap:
     """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least.
-    `memory`: what the device has for this process (None: ask its driver). `weights`: brings weights and gradients that
-    are elsewhere; None: they are there."""
+    `weights`: brings weights and gradients that are elsewhere; None: they are there."""
     found = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -115,11 +109,8 @@ def swap_optimizer(
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
     store.weights = weights
-    store.keep(first_ones(found, share or 0.0, least))
-    handle = OptimizerSwap(store, overlap=overlap, closes_engine=chosen is not engine)
-    if share is None:
-        handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
-    return handle
+    store.keep(first_ones(found, share, least))
+    return OptimizerSwap(store, overlap=overlap, closes_engine=chosen is not engine)
 
 
 def why_not(optimizer: Any) -> str:
@@ -143,7 +134,6 @@ class OptimizerSwap:
         """Whether the step that runs is the one of this handle."""
         self._has_warned = False
         self._num_steps = 0
-        self._residency: Residency | None = None
         self._engine_stall_seconds = store.engine.stall_seconds()
         self._overlap = StepOverlap(overlap, store, self._stall_seconds)
         self._attach()
@@ -244,12 +234,6 @@ class OptimizerSwap:
         if self._closes_engine:
             self._store.engine.close()
 
-    def choose_residency(self, memory: Callable[[], DeviceMemory]) -> None:
-        """Let `Residency` choose what stays on the device, by what `memory()` says that there is."""
-        self._residency = Residency(
-            self._store, memory, settle=self.flush, is_alone=self._closes_engine, why_none=why_none_stays()
-        )
-
     def keep_no_more_than(self, share: float) -> None:
         """Send away the state of parameters beyond this share of all, as far as it stayed. Nothing comes back. Call it
         between steps. Raises RuntimeError where a step has stopped half-way."""
@@ -294,9 +278,6 @@ class OptimizerSwap:
             self._stepper.add_all(run)
         self._stepper.advance(run)
         self._num_steps += 1
-        if self._residency is not None:
-            is_settled = self._num_steps > 1 and not self._overlap.is_trying
-            self._residency.after_step(self._stall_seconds, self._overlap.tried, is_settled=is_settled)
         if is_wrapped_by_scheduler(self._previous):
             tell_scheduler(self.optimizer)
         return run.result if closure is None else loss
@@ -378,11 +359,6 @@ class OptimizerSwap:
         return {id(host) for bucket in self._store.buckets if bucket.resident is None for host in bucket.hosts}
 
     @property
-    def residency(self) -> StateChoice | None:
-        """What `resident="auto"` chose, and why; None until it has, and where a share was given."""
-        return None if self._residency is None else self._residency.choice
-
-    @property
     def stats(self) -> OptimizerStats:
         """What was moved so far, and what lives where now."""
         store, transfers = self._store, self._store.transfers
@@ -424,7 +400,7 @@ class OptimizerSwap:
             f"{type(self.optimizer).__name__}: {format_bytes(stats.swapped_bytes)} of state on {tiers} between steps, "
             f"{share:.0%} resident; {stats.num_buckets} buckets, {format_bytes(stats.bucket_peak_bytes)} at most on "
             f"{self._store.device} in a step; {stats.num_steps} steps waited {stats.stall_seconds:.3f} s for copies "
-            f"(overlap '{stats.overlap}'{most}){'' if self.residency is None else f'; {self.residency}'}"
+            f"(overlap '{stats.overlap}'{most})"
         )
 
 

@@ -60,8 +60,6 @@ class Transfers:
         self.peak_bytes = 0
         """Most bytes of buckets on the device at a time."""
         self.held_bytes = 0
-        self.num_refused = 0
-        """How often the device had no memory for a bucket."""
         self.num_buffers = num_buffers
         """Buckets that a step has on the device at a time."""
         self.most_held = num_buffers
@@ -86,7 +84,6 @@ class Transfers:
         try:
             return self.engine.new_buffer(nbytes, self.device)
         except torch.OutOfMemoryError:
-            self.num_refused += 1
             if not self._leaving:
                 raise
         self.retire_all()

@@ -119,7 +119,7 @@ def test_what_backward_has_freed_is_filled_and_no_more() -> None:
     assert_same(result, truth)
     assert fetched[2:] == [0] * 6, "the device never held less than at its worst moment"
     falling = Falling(0)
-    result, fetched = _train(falling, overlap="backward", resident=0.0)  # 'auto' asks for its memory too
+    result, fetched = _train(falling, overlap="backward")
     assert_same(result, truth)
     assert 2 < max(fetched) < 12
     assert falling.most_bytes == 40_000

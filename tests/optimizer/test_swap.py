@@ -519,8 +519,10 @@ def test_refusals() -> None:
         "compiled allocator; use 'host'"
     )
     assert _refusal(adam, overlap="backwards").startswith("overlap 'backwards' is none of auto, step")
-    assert _refusal(adam, resident=2) == "resident is 'auto' or a share from 0 to 1, not 2"
-    assert _refusal(adam, resident="all") == "resident is 'auto' or a share from 0 to 1, not 'all'"
+    assert _refusal(adam, resident=2) == (
+        "resident is a share from 0 to 1, not 2; memory.optimizer: auto finds the share for a budget"
+    )
+    assert _refusal(adam, resident="auto").startswith("resident is a share from 0 to 1, not 'auto'; ")
     assert _refusal(adam, bucket_bytes="2GiB") == (
         "bucket_bytes is 'auto' or from 4096 bytes to 1.0 GiB, not 2.0 GiB; larger ones move no faster, and three are "
         "on the device at a time"

@@ -1,6 +1,6 @@
 """A disk that is full, and a process that is killed: nothing is lost that a plain optimizer would have.
 
-A device without memory for buckets: test_on_streams.py and test_residency.py. A file that cannot be written:
+A device without memory for buckets: test_on_streams.py and test_resident_share.py. A file that cannot be written:
 test_step.py.
 """
 
