@@ -6,14 +6,12 @@ random generators; autocast. A `Modes` is taken when a region runs, and entered 
 since is set to what it was, and set back after it.
 Why not an error: all of these can be put back, and a backward outside of `with sdpa_kernel(...)` is the ordinary case.
 
-`HostRandom` is Python's and numpy's random state, `RandomState` torch's on the host and on devices, `autocast_state`
-the autocast around a module. Torch's checkpoint restores torch's own for the regions that it runs.
+`RandomState` is torch's random state on the host and on devices, `autocast_state` the autocast around a module. Torch's
+checkpoint restores torch's own for the regions that it runs.
 
-Cost: about 5 us to take settings, and as much to compare, 1 us for the next regions of a backward pass; nothing is
-written while all is as it was. 2 us a run while nobody draws from Python's or numpy's generator: their bytes are
-compared where they lie, and the states are asked for only if these have moved (30 and 40 us). Not covered: generators
-that only one module holds; these are among what moves in a module's first run (runtime/recompute/watch.py); flags that
-torch does not let one read (`set_flush_denormal`), the choice of BLAS and linear algebra libraries, environment
+Cost: about 5 us to take settings, and as much to compare; nothing is written while all is as it was. Not covered: other
+generators; these are among what moves in a module's first run (runtime/recompute/watch.py); flags that torch does not
+let one read (`set_flush_denormal`), the choice of BLAS and linear algebra libraries, environment
 variables; how many threads a new thread of the user's computes with before anybody has asked torch for that number in
 it: to look is to set it (call `torch.get_num_threads()` there first, also without lowtide, and both runs are alike).
 """
@@ -21,10 +19,7 @@ it: to look is to set it (call `torch.get_num_threads()` there first, also witho
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +28,6 @@ from torch import nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.tensors.private import (
-    current_graph_task_id,
     dispatch_modes,
     fp32_precision,
     function_modes,
@@ -75,8 +69,8 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-# How to read each setting, and how to write it. The general ones before those that they imply; the quick ones first.
-_QUICK: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+# How to read each setting, and how to write it. The general ones before those that they imply.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
@@ -84,8 +78,6 @@ _QUICK: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
     (get_attention_order, set_attention_order),  # `sdpa_kernel(..., set_priority=True)`
-)
-_SLOW: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp),
     (_backends.mha.get_fastpath_enabled, _backends.mha.set_fastpath_enabled),
     (_determinism, _set_determinism),
@@ -105,30 +97,21 @@ _SLOW: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     _attribute(_backends.mkldnn, "enabled"),
     _attribute(_backends.mkldnn, "deterministic"),
 )
-_SETTINGS = (*_QUICK, *_SLOW)
-_READ_QUICK = tuple(read for read, _ in _QUICK)
-_READ_SLOW = tuple(read for read, _ in _SLOW)
+_READ = tuple(read for read, _ in _SETTINGS)
 
 
 class Modes:
-    """Settings and modes as they are now. `of_pass`: taken in the same backward pass; what is slow to read is as it was
-    there."""
+    """Settings and modes as they are now."""
 
-    __slots__ = ("_modes", "_quick", "_slow")
-    _slow: list[Any]
+    __slots__ = ("_modes", "values")
 
-    def __init__(self, of_pass: Modes | None = None) -> None:
-        self._quick = [read() for read in _READ_QUICK]
-        self._slow = [read() for read in _READ_SLOW] if of_pass is None else of_pass._slow
+    def __init__(self) -> None:
+        self.values = [read() for read in _READ]
         self._modes = _modes_of_the_user()
-
-    @property
-    def values(self) -> list[Any]:
-        return [*self._quick, *self._slow]
 
     def is_still(self, now: Modes) -> bool:
         """Whether all is `now` as it was when this was made, and no mode has to be entered."""
-        return now._quick == self._quick and now._slow == self._slow and not self._modes
+        return now.values == self.values and not self._modes
 
     def put_back(self, stack: contextlib.ExitStack, now: Modes) -> None:
         """Have all as it was when this was made, until `stack` is left."""
@@ -145,9 +128,9 @@ class Modes:
             self.put_back(stack, Modes())
             yield
 
-    def set_if_moved(self, of_pass: Modes) -> None:
-        """Have all settings as they were when this was made. `of_pass`: as for a new one."""
-        if Modes(of_pass).values != self.values:
+    def set_if_moved(self) -> None:
+        """Have all settings as they were when this was made."""
+        if Modes().values != self.values:
             self._set()
 
     def _set(self) -> None:
@@ -167,113 +150,6 @@ def _modes_of_the_user() -> list[Any]:
 
 
 # -- random generators and autocast ------------------------------------------------------------------------------------
-
-
-_PYTHONS: Any = random.getstate.__self__  # type: ignore[attr-defined]
-_NUM_WORDS = 624
-_NUM_SHOWN = 16
-"""Words that are compared, beside the position: a draw moves that, or makes all words anew."""
-
-
-def _shows_its_bytes() -> bool:
-    """Whether Python's generator lies in memory as CPython has it: behind the head of its object a position, and 624
-    words."""
-    if sys.implementation.name != "cpython":
-        return False
-    words = (ctypes.c_uint32 * (1 + _NUM_WORDS)).from_address(id(_PYTHONS) + object.__basicsize__)
-    return (*words[1:], words[0]) == random.getstate()[1]
-
-
-_IS_VISIBLE = _shows_its_bytes()
-
-
-class HostRandom:
-    """Python's and numpy's random state, as they are now. `last`: what they were a moment ago, if that is known;
-    `asks_numpy`: somebody may have set numpy's since.
-
-    Half of a pair of normal numbers, which both generators may hold, does not show in their bytes: Python's is an
-    attribute, and numpy is asked again while it holds one.
-    """
-
-    __slots__ = ("_bytes", "_numpy", "_python", "_python_bytes")
-    _numpy: Any
-    _python: Any
-
-    def __init__(self, last: HostRandom | None, *, asks_numpy: bool = False) -> None:
-        self._python_bytes = _bytes_of_python()
-        is_last = last is not None and self._python_bytes is not None and last._python_bytes == self._python_bytes
-        self._python = last._python if is_last else random.getstate()  # type: ignore[union-attr]
-        self._bytes, self._numpy = b"", None
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            self._bytes = _bytes_of_numpy(numpy)
-            is_last = last is not None and last._is_still(self._bytes) and not asks_numpy
-            self._numpy = last._numpy if is_last else numpy.get_state(legacy=False)  # type: ignore[union-attr]
-
-    def set_from(self, now: HostRandom) -> None:
-        """Draws are from here on those that followed, while the state is `now`."""
-        is_same = self._python_bytes is not None and now._python_bytes == self._python_bytes
-        if now._python is not self._python and not is_same:
-            random.setstate(self._python)
-        if self._numpy is None or now._numpy is self._numpy:
-            return
-        if now._numpy is None or now._numpy["has_gauss"] or not self._is_still(now._bytes):
-            sys.modules["numpy.random"].set_state(self._numpy)
-
-    def _is_still(self, state: bytes) -> bool:
-        """Whether numpy, which was in this state a moment ago and has these bytes now, has surely drawn nothing."""
-        return bool(state) and state == self._bytes and not self._numpy["has_gauss"]
-
-
-class Draws:
-    """Python's and numpy's random state, and torch's settings, asked for again and again in one pass."""
-
-    __slots__ = ("_is_new", "_last", "_settings", "_task")
-
-    def __init__(self) -> None:
-        self._last: HostRandom | None = None
-        self._settings: Modes | None = None
-        self._is_new = True
-        self._task = -1
-
-    def begin(self) -> None:
-        """A forward begins: somebody may have set the state since."""
-        self._is_new = True
-
-    def now(self) -> HostRandom:
-        task = current_graph_task_id()
-        asks = self._is_new or task != self._task
-        if asks:
-            self._settings = None
-        self._is_new, self._task = False, task
-        self._last = state = HostRandom(self._last, asks_numpy=asks)
-        return state
-
-    def settings(self) -> Modes:
-        """Torch's settings as `now` found this pass; to be asked after it."""
-        if self._settings is None:
-            self._settings = Modes()
-        return self._settings
-
-
-def _bytes_of_python() -> tuple[bytes, float | None] | None:
-    """Position and first words of Python's generator, and its half of a pair; None where they cannot be read."""
-    if not _IS_VISIBLE:
-        return None
-    return ctypes.string_at(id(_PYTHONS) + object.__basicsize__, 4 * (1 + _NUM_SHOWN)), _PYTHONS.gauss_next
-
-
-def _bytes_of_numpy(numpy: Any) -> bytes:
-    """The same of numpy's; empty where they cannot be read."""
-    address = _address_of(numpy.get_bit_generator())
-    # The position is behind the words.
-    shown = address + 4 * (_NUM_WORDS - _NUM_SHOWN)
-    return ctypes.string_at(shown, 4 * (_NUM_SHOWN + 1)) if address else b""
-
-
-@functools.lru_cache(1)
-def _address_of(generator: Any) -> int:
-    return int(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else 0
 
 
 class RandomState:

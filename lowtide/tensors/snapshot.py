@@ -602,6 +602,11 @@ def _process_states(devices: Iterable[torch.device]) -> Iterator[State]:
                 functools.partial(_set_rng_state, module, device),
                 f"the random state of {device}",
             )
+    yield from host_generators()
+
+
+def host_generators() -> Iterator[State]:
+    """Random generators of the process that are not torch's: Python's, and numpy's if it is in use."""
     yield State(random.getstate, random.setstate, "Python's random state")
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -92,7 +92,6 @@ class ForwardPass:
             self.recipe_graph = RecipeGraph(
                 context.scheduler, context.counters, self._stay, context.fingerprints, self.log
             )
-        context.draws.begin()
         self._is_compiled = False
         """A compiled part is running."""
         # One object, so that `is_innermost` can compare by identity.

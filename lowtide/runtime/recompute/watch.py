@@ -2,10 +2,10 @@
 
 What: a `Watch` is one recomputed module, from step to step. `Before` is what one run of it found. What is put back is
 what can be compared in microseconds: the attributes, parameters, buffers, children and hooks of the module and of those
-inside it; Python's and numpy's random state, torch's settings and modes (tensors/modes.py), `requires_grad` flags. And
-what was *learned* in the module's first run to move: a walk before it (tensors/snapshot.py) and a comparison after it
-find lists, objects, closures, globals and generators; a dispatch mode (flow.py) finds the tensors that it writes to,
-wherever they are.
+inside it; torch's settings and modes (tensors/modes.py), `requires_grad` flags. And what was *learned* in the module's
+first run to move: a walk before it (tensors/snapshot.py) and a comparison after it find lists, objects, closures,
+globals and generators, Python's and numpy's own among them; a dispatch mode (flow.py) finds the tensors that it writes
+to, wherever they are.
 
 Nothing of this must be complete. Whatever else a run reads, its second run saves other tensors, and their fingerprints
 differ (region.py): refused by name. What only the part after the last saved tensor reads does not show there; so a
@@ -41,7 +41,7 @@ from lowtide.runtime.recompute.saves import Path
 from lowtide.tensors.compiled import has_compiled
 from lowtide.tensors.fsdp import fsdp_modules, is_gathered_of
 from lowtide.tensors.kinds import can_be_cloned, is_plain, modules_of, swapped_weights_of
-from lowtide.tensors.modes import Draws, HostRandom, Modes
+from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import (
     FORWARD_HOOK_FLAGS,
     FORWARD_HOOKS,
@@ -54,9 +54,9 @@ from lowtide.tensors.private import (
     storage_at,
     version_of,
 )
-from lowtide.tensors.remembered import WRAPPED, Attributes
+from lowtide.tensors.remembered import WRAPPED, Attributes, State
 from lowtide.tensors.second_run import is_iterator, reached_iterator
-from lowtide.tensors.snapshot import take
+from lowtide.tensors.snapshot import host_generators, take
 from lowtide.tensors.view import byte_view, same_bytes
 from lowtide.tensors.wrappers import inside
 
@@ -77,7 +77,6 @@ class Watch:
         "_known",
         "_tree",
         "differs",
-        "draws",
         "has_shards",
         "is_planned",
         "marks",
@@ -89,7 +88,7 @@ class Watch:
         "writes_inputs",
     )
 
-    def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
+    def __init__(self, module: nn.Module, model: nn.Module, *, is_planned: bool = False) -> None:
         """`is_planned`: a solved plan runs it again, not a rule."""
         self.is_planned = is_planned
         self.refusal = ""
@@ -100,7 +99,6 @@ class Watch:
         """It was seen to write into its inputs."""
         self.module = module
         self.model = model
-        self.draws = draws
         self.has_shards = bool(fsdp_modules(model))
         self.weights = swapped_weights_of(model)
         """Knows the weights that come and go; None where all stay."""
@@ -344,7 +342,6 @@ class Before:
         "_marks",
         "_modes",
         "_parameters",
-        "_random",
         "_records",
         "_tree",
         "_walked",
@@ -368,14 +365,15 @@ class Before:
         addressed = [*tree.addressed, *watch.addressed_of(others)] if others else tree.addressed
         self._marks = Marks(tensors, addressed)
         self._flags = _flags_of(tree.tensors)
-        self._random = watch.draws.now()
         self._parameters = _lent_parameters(watch.module) if watch.has_shards else []
         self._records = [record.again() for record in known.records]
         self._given = self._walk(call.objects) if call.objects else []
         self._walked: list[Any] | None = None
         self.flow: Flow | None = None
         if not known.is_settled and known.num_learned < _MAX_LEARNED:
-            self._walked = self._walk([watch.module, call.own_forward()])
+            names = {record.name for record in known.records if isinstance(record, State)}
+            self._walked = [each for each in host_generators() if each.name not in names]
+            self._walked += self._walk([watch.module, call.own_forward()])
         self.path = None if is_first else known.path
         is_open = known.path is None and known.num_paths < _MAX_LEARNED
         if is_open and not is_forward_mode() and not tree.has_compiled:
@@ -495,22 +493,19 @@ class Before:
         """Inside, all is as it was before the first run. `raise_plain` raises the error that plain autograd has for a
         tensor that it saved, if there is one. Raises RuntimeError for what was written in place since."""
         self._refuse_written(raise_plain)
-        draws, versions = self.watch.draws, self._marks.versions()
-        random, modes = draws.now(), Modes(draws.settings())
-        self._random.set_from(random)
+        versions, modes = self._marks.versions(), Modes()
         try:
             if self._is_as_it_was(modes):
                 try:
                     yield
                 finally:
                     self._tree.put_if_moved()
-                    modes.set_if_moved(draws.settings())
+                    modes.set_if_moved()
             else:
                 with contextlib.ExitStack() as undo:
                     self._put_back(undo, modes)
                     yield
         finally:
-            random.set_from(HostRandom(self._random))
             self._settle_down(versions)
 
     def _is_as_it_was(self, modes: Modes) -> bool:
