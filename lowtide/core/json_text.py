@@ -147,7 +147,7 @@ def _fields(cls: Any) -> _Read:
     ]
 
     older = {field.metadata[OLD_NAME]: field.name for field in dataclasses.fields(cls) if OLD_NAME in field.metadata}
-    left = getattr(cls, "LEFT_FIELDS", frozenset())
+    left: frozenset[str] = getattr(cls, "LEFT_FIELDS", frozenset())
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
