@@ -64,12 +64,12 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 60_169,
-    "files": 261,
-    "classes": 552,
-    "files that one other file imports": 43,
-    "classes with more than 15 attributes": 25,
-    "class names that several classes have": 15,
+    "lines": 58_805,
+    "files": 259,
+    "classes": 540,
+    "files that one other file imports": 41,
+    "classes with more than 15 attributes": 23,
+    "class names that several classes have": 14,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,
 }
