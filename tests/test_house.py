@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_805,
+    "lines": 58_830,
     "files": 259,
-    "classes": 540,
+    "classes": 541,
     "files that one other file imports": 41,
     "classes with more than 15 attributes": 23,
     "class names that several classes have": 14,

@@ -103,6 +103,7 @@ _OF_THE_TIDE = (
     "LayerTable",
     "SavedTensorEntry",
     "Watch",
+    "Draws",
     "Known",
     "Tree",
     "Path",

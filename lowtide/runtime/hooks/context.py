@@ -27,7 +27,7 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Node
-from lowtide.runtime.recompute.watch import Watch
+from lowtide.runtime.recompute.watch import Draws, Watch
 from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.kinds import is_plain, leads_to_parameter, storage_keys, unregistered_in
 from lowtide.tensors.private import COMPILED_NODE, base_of, is_view, storage_key
@@ -67,6 +67,7 @@ class PlanContext:
     seen_names: set[str] = field(default_factory=set)
     watches: dict[nn.Module, Watch] = field(default_factory=dict)
     """By module: what a recomputed module reads apart from its inputs."""
+    draws: Draws = field(default_factory=Draws)
     nodes: dict[str, Node] | None = None
     """What a solved plan says, by name; None where rules decide."""
     logged_kinds: frozenset = frozenset()
@@ -92,7 +93,7 @@ class PlanContext:
         """What a module reads apart from its inputs."""
         watch = self.watches.get(module)
         if watch is None:
-            watch = self.watches[module] = Watch(module, self.model, is_planned=self.nodes is not None)
+            watch = self.watches[module] = Watch(module, self.model, self.draws, is_planned=self.nodes is not None)
         return watch
 
 

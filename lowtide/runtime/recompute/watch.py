@@ -70,6 +70,24 @@ _WHOLE = 64
 """One second run in so many goes to its end."""
 
 
+class Draws:
+    """Whether any forward pass has drawn from Python's or numpy's generator: then no second run may leave them moved,
+    whether its module was seen to draw or not."""
+
+    __slots__ = ("has_drawn",)
+
+    def __init__(self) -> None:
+        self.has_drawn = False
+
+    def begin(self) -> list[State]:
+        """The generators as a forward pass begins, for `end`; none once that is known."""
+        return [] if self.has_drawn else [*host_generators()]
+
+    def end(self, before: list[State]) -> None:
+        """The forward pass is over."""
+        self.has_drawn |= any(next(each.changed(), None) is not None for each in before)
+
+
 class Watch:
     """One recomputed module, from run to run."""
 
@@ -77,6 +95,7 @@ class Watch:
         "_known",
         "_tree",
         "differs",
+        "draws",
         "has_shards",
         "is_planned",
         "marks",
@@ -88,7 +107,7 @@ class Watch:
         "writes_inputs",
     )
 
-    def __init__(self, module: nn.Module, model: nn.Module, *, is_planned: bool = False) -> None:
+    def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
         """`is_planned`: a solved plan runs it again, not a rule."""
         self.is_planned = is_planned
         self.refusal = ""
@@ -99,6 +118,7 @@ class Watch:
         """It was seen to write into its inputs."""
         self.module = module
         self.model = model
+        self.draws = draws
         self.has_shards = bool(fsdp_modules(model))
         self.weights = swapped_weights_of(model)
         """Knows the weights that come and go; None where all stay."""
@@ -494,6 +514,7 @@ class Before:
         tensor that it saved, if there is one. Raises RuntimeError for what was written in place since."""
         self._refuse_written(raise_plain)
         versions, modes = self._marks.versions(), Modes()
+        generators = [*host_generators()] if self.watch.draws.has_drawn else []
         try:
             if self._is_as_it_was(modes):
                 try:
@@ -506,6 +527,7 @@ class Before:
                     self._put_back(undo, modes)
                     yield
         finally:
+            _restore(generators)
             self._settle_down(versions)
 
     def _is_as_it_was(self, modes: Modes) -> bool:

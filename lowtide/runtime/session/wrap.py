@@ -192,6 +192,7 @@ class PlannedForwards:
     def _run_pass(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
         context = self._context
         forward_pass = ForwardPass(context, layer)
+        generators = context.draws.begin() if context.watches else []
         self._local.forward_pass = forward_pass
         is_complete = False
         try:
@@ -205,6 +206,7 @@ class PlannedForwards:
         finally:
             self._local.forward_pass = None
             forward_pass.close(is_complete=is_complete)
+            context.draws.end(generators)
         context.counters.num_forwards += 1
         if self._unchecked and layer.tables:
             self._check_ops(is_whole=layer.name == "")

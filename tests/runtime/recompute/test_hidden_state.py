@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import random
 import threading
 import types
 import warnings
@@ -321,6 +322,46 @@ def test_a_global_hook_between_forward_and_backward(is_early: bool) -> None:
         return [p.grad for p in model.parameters()]
 
     assert all(map(zoo.same_bits, gradients(LAYER), gradients(None)))
+
+
+@pytest.mark.parametrize("has_effect", [False, True])
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_module_that_begins_to_draw_later(draw: Callable[[], float], has_effect: bool) -> None:
+    """Layers dropped after a warm-up: what is drawn and decides nothing moves the generator once, as without a plan."""
+    state = types.SimpleNamespace(is_warm=False)
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.sigmoid(self.a(x))
+            number = draw() if state.is_warm else 0.0
+            return torch.tanh(h * (1 + number)) if has_effect else torch.tanh(h)
+
+    def train(memory: dict | None) -> list[Any]:
+        state.is_warm = False
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model, x, found = zoo.Stack(Drops(), Drops()), torch.randn(8, WIDTH), []
+        with contextlib.nullcontext() if memory is None else lowtide.apply(model, memory, engine=virtual(1)):
+            for number in range(8):
+                state.is_warm = number > 5
+                model.zero_grad()
+                loss = model(x).square().mean()
+                with contextlib.suppress(*(() if memory is None or not has_effect else (RecomputeRefusedError,))):
+                    loss.backward()
+                    found.append([p.grad.clone() for p in model.parameters()])
+                found.append([torch.tensor(random.getstate()[1]), torch.tensor(np.random.get_state()[2])])
+        return found
+
+    got, want = train(LAYER), train(None)
+    if has_effect:
+        assert len(got) == len(want) - 2  # refused, and in the last two steps the state is what it would be
+        got, want = [got[-2], got[-1]], [want[-3], want[-1]]
+    assert all(all(map(zoo.same_bits, one, other)) for one, other in zip(got, want, strict=True))
 
 
 def test_a_state_that_begins_to_move_later_is_refused_within_some_steps() -> None:
