@@ -21,7 +21,10 @@ HEAD = """# API
 
 Everything that `import lowtide` has. Made from the docstrings by `python docs/make_api.py`.
 """
-ORDER = (*("plan", "optimize", "apply", "observe", "swap_optimizer", "swap_weights", "cross_entropy", "write_report"),)
+ORDER = (
+    *("plan", "optimize", "apply", "observe", "swap_optimizer", "swap_weights", "cross_entropy"),
+    *("selective_offload", "write_report"),
+)
 """First what people call, in the order in which they need it."""
 OURS = (
     *("count_buffers", "stand_beside", "hold_at_most", "keep_layers", "slice_inputs", "outlive", "settle"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowtide.public import current as current
     from lowtide.public import observe as observe
     from lowtide.public import remove as remove
+    from lowtide.public import selective_offload as selective_offload
     from lowtide.public import swap_optimizer as swap_optimizer
     from lowtide.public import swap_weights as swap_weights
     from lowtide.public import write_report as write_report
@@ -42,6 +43,7 @@ _HOMES = {
     "optimize": "lowtide.runtime.autopilot.optimize",
     "plan": "lowtide.runtime.autopilot.plan_model",
     "remove": "lowtide.public",
+    "selective_offload": "lowtide.public",
     "swap_optimizer": "lowtide.public",
     "swap_weights": "lowtide.public",
     "write_report": "lowtide.public",

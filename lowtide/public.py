@@ -1,6 +1,7 @@
 """The public functions that join what stands in several rooms.
 
-What: `apply`, `observe`, `current`, `remove`, `write_report`, `swap_optimizer` and `swap_weights` of `lowtide`.
+What: `apply`, `observe`, `current`, `remove`, `write_report`, `selective_offload`, `swap_optimizer` and
+`swap_weights` of `lowtide`.
 `plan`, `optimize` and `cross_entropy` stand where their work is done; `lowtide/__init__.py` has the table.
 Each function imports what it needs when it is called, so that one of them does not load the rooms of all.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lowtide.core.profile import Profile
     from lowtide.engines.base import EngineChoice
     from lowtide.optimizer.swap import OptimizerSwap
+    from lowtide.runtime.offload.selective import SelectiveOffload
     from lowtide.runtime.session.tide import Tide
     from lowtide.runtime.session.tides import Tides
     from lowtide.weights.swap import WeightSwap
@@ -168,6 +170,29 @@ def write_report(handle: torch.nn.Module | Tide | Tides, path: str | os.PathLike
             "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"
         )
     return write(report_of_handle(in_force), path)
+
+
+def selective_offload(
+    policy: Callable[..., Any],
+    model: torch.nn.Module,
+    *,
+    host_budget: int | str | None = None,
+    min_bytes: int | str = "1MiB",
+    engine: EngineChoice = None,
+) -> SelectiveOffload:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` that follows `policy`, and really offloads what it marks
+    as `CheckpointPolicy.MUST_CPU_OFFLOAD` or `PREFER_CPU_OFFLOAD`, which torch recomputes in eager mode. Gradients are
+    the same to the bit as with the policy that saves these outputs.
+
+    `policy(ctx, op, *args, **kwargs)` is the function that `create_selective_checkpoint_contexts` takes. Activations
+    leave the device of `model`. `host_budget`: cap on main memory for what is offloaded. An output below `min_bytes`
+    that PREFER_CPU_OFFLOAD marks is saved. `engine`: as in `apply`. Raises `ConfigError` for mistakes.
+    """
+    from lowtide.config.memory import load_memory
+    from lowtide.runtime.offload.selective import SelectiveOffload
+
+    sizes = load_memory({"min_bytes": min_bytes} | ({} if host_budget is None else {"host_budget": host_budget}))
+    return SelectiveOffload(policy, model, host_bytes=sizes.host_budget, min_bytes=sizes.least_bytes, engine=engine)
 
 
 def swap_optimizer(

@@ -59,6 +59,7 @@ def test_public_surface() -> None:
         "optimize",
         "plan",
         "remove",
+        "selective_offload",
         "swap_optimizer",
         "swap_weights",
         "write_report",

@@ -30,6 +30,10 @@ def total(output: torch.Tensor) -> torch.Tensor:
     return output.sum()
 
 
+def policy(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "optimize model": (lambda x: lowtide.optimize(x, "1GiB"), ()),
     "optimize budget": (lambda x: lowtide.optimize(model(), x), ()),
@@ -71,6 +75,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "swap_optimizer bucket_bytes": (lambda x: lowtide.swap_optimizer(adam(), bucket_bytes=x), ()),
     "swap_optimizer engine": (lambda x: lowtide.swap_optimizer(adam(), engine=x), ()),
     "swap_optimizer min_bytes": (lambda x: lowtide.swap_optimizer(adam(), min_bytes=x), (20,)),
+    "selective_offload policy": (lambda x: lowtide.selective_offload(x, model()), (nn.Linear,)),
+    "selective_offload model": (lambda x: lowtide.selective_offload(policy, x), ()),
+    "selective_offload host_budget": (lambda x: lowtide.selective_offload(policy, model(), host_budget=x), (20,)),
+    "selective_offload min_bytes": (lambda x: lowtide.selective_offload(policy, model(), min_bytes=x), (20,)),
+    "selective_offload engine": (lambda x: lowtide.selective_offload(policy, model(), engine=x), ()),
     "cross_entropy logits": (lambda x: lowtide.cross_entropy(x, LABELS), ()),
     "cross_entropy labels": (lambda x: lowtide.cross_entropy(ROWS, x), ()),
     "cross_entropy reduction": (lambda x: lowtide.cross_entropy(ROWS, LABELS, reduction=x), ()),

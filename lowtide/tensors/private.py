@@ -254,6 +254,16 @@ push_dispatch_mode: Callable[[Any], None] = find("torch.utils._python_dispatch._
 pop_dispatch_mode: Callable[[], Any] = find("torch.utils._python_dispatch._pop_mode")
 """As `pop_function_mode`, of a `TorchDispatchMode`."""
 
+_share_versions: Callable[..., AbstractContextManager[Any]] = find("torch._C._SetExcludeDispatchKeyGuard")
+_VIEWS_AND_WRITES = find("torch._C.DispatchKey.ADInplaceOrView")
+
+
+def sharing_versions() -> AbstractContextManager[Any]:
+    """A context in a dispatch mode in which `detach()` shares the version counter, as it does outside of one. torch's
+    own selective checkpointing holds tensors so; no public way."""
+    return _share_versions(_VIEWS_AND_WRITES, False)
+
+
 _dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")
 _FAKE_KEY = find("torch._C._TorchDispatchModeKey.FAKE")
 

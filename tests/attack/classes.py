@@ -287,6 +287,7 @@ CLASSES: dict[str, Fault] = {
     "leaves": Fault(block="leaves", plans=WITH_PLANS),
     "checkpoint_inside": Fault(block="checkpoint_inside", plans=(*EVERY, "leaves")),
     "early_stop": Fault(side="early_stop", layers=("checkpointed", "pointwise"), plans=EVERY, may_be_refused=False),
+    "selective_cells": Fault(block="selective_cells", plans=("selective",)),
     "preference": Fault(core="preference", plans=WITH_PLANS),
     "siamese": Fault(core="siamese", plans=WITH_PLANS),
     "gpipe_by_hand": Fault(core="gpipe_by_hand", plans=WITH_PLANS),

@@ -257,6 +257,36 @@ class CheckpointInside(nn.Module):
         return made
 
 
+CONTEXTS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""What blocks checkpoint themselves with: a `context_fn` of lowtide's, where a rig put one."""
+
+
+class SelectiveCells(nn.Module):
+    """Recurrent cells, whose chunks have version counters of their own, under selective checkpointing."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.is_lstm = r.random() < 0.5
+        self.cell: Any = (nn.LSTMCell if self.is_lstm else nn.GRUCell)(WIDTH, WIDTH)
+
+    def _steps(self, x: Tensor) -> Tensor:
+        h, c, outputs = x.new_zeros(len(x), WIDTH), x.new_zeros(len(x), WIDTH), []
+        for token in x.unbind(1):
+            if self.is_lstm:
+                h, c = self.cell(token, (h, c))
+            else:
+                h = self.cell(token, h)
+            outputs.append(h)
+        return torch.stack(outputs, 1)
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        if self not in CONTEXTS:
+            return self._steps(x)
+        made = checkpoint(self._steps, x, use_reentrant=False, context_fn=CONTEXTS[self])
+        assert isinstance(made, Tensor)
+        return made
+
+
 BLOCKS: dict[str, Callable[[Random], nn.Module]] = {
     "namespace": Namespace,
     "thread_local": ThreadLocal,
@@ -275,4 +305,5 @@ BLOCKS: dict[str, Callable[[Random], nn.Module]] = {
     "leaves": Leaves,
     "rounds": Rounds,
     "checkpoint_inside": CheckpointInside,
+    "selective_cells": SelectiveCells,
 }

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 import lowtide
 from lowtide.core.decisions import OptimizerPlacement
@@ -21,7 +22,9 @@ from lowtide.core.log import Listener
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.loss.attach import sliced_where
 from lowtide.runtime.autopilot.autopilot import SEVERAL_PASSES
+from lowtide.runtime.offload.selective import SelectiveOffload
 from tests.attack.habits import Run
+from tests.attack.hidden import CONTEXTS, SelectiveCells
 from tests.attack.models import batch_of, build, loss_of
 from tests.attack.now import Now
 from tests.attack.traces import Trace
@@ -109,7 +112,9 @@ class Rig:
         is_optimizer = hasattr(self.swap, "detach")
         if is_optimizer:
             self.swap.detach()
-        if self.tide is not None:
+        if isinstance(self.tide, SelectiveOffload):
+            self.tide.close()
+        elif self.tide is not None:
             self.tide.remove()
         self.tide = None
         if self.swap is not None and not is_optimizer:
@@ -200,6 +205,8 @@ def _rig_of_plan(kind: str, seed: int, draw: Any) -> Rig:
     r = Random(f"{seed} plan")
     if kind == "looked":
         return Rig(_looking(draw, r), draw.engine)
+    if kind == "selective":
+        return Rig(_selecting, draw.engine)
     if kind == "optimize":
         return _optimized(draw, r)
     if kind == "planned":
@@ -228,6 +235,21 @@ def _looking(draw: Any, r: Random) -> Callable[..., Any]:
             lowtide.observe(model, batch, **more)
 
     return look
+
+
+def _selecting(model: nn.Module, optimizer: Any, engine: Any) -> Any:
+    """Blocks that checkpoint themselves offload what they save."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # Not sums and products: the cells write to those, their counters tell of it, and that is refused.
+        is_saved = "chunk" in str(op) or "split" in str(op)
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    offload = lowtide.selective_offload(policy, model, min_bytes=1, engine=engine)
+    for module in model.modules():
+        if isinstance(module, SelectiveCells):
+            CONTEXTS[module] = offload
+    return offload
 
 
 def _moving(draw: Any, state: str) -> dict[str, Any]:

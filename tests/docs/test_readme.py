@@ -68,6 +68,13 @@ def test_the_python_of_the_page_on_optimizers_runs(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("AdamW: 2.0 MiB of state on disk between steps, 0% resident; 4 buckets, ")
 
 
+def test_the_python_of_the_page_on_adapters_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The block for torchtitan is a configuration: test_torchtitan.py has it. The others are examples."""
+    _, selective = blocks(ROOT / "docs" / "adapters.md", "python")
+    exec(compile(selective, "adapters.md, the last block", "exec"), {})
+    assert int(capsys.readouterr().out) == 4 * 512 * 64 * 4
+
+
 def test_the_python_of_the_page_on_reports_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (code,) = blocks(ROOT / "docs" / "report.md", "python")

@@ -9,6 +9,7 @@ plans, in one backward or in two (of inputs, then of weights, as zero-bubble sch
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from contextlib import nullcontext
 from random import Random
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
 from tests.support.virtual_engine import VirtualEngine
@@ -234,6 +235,58 @@ def _runs_of(model: nn.Module, plan: dict[str, Any] | None) -> Counter[str]:
 def test_swapping_runs_no_checkpoint_more_often() -> None:
     for seed in range(6):
         assert _runs_of(_model(seed), PLANS["swap"]) == _runs_of(_model(seed), None)
+
+
+def _program(seed: int) -> Any:
+    """Products and functions in a row; some results are written to in place afterwards, whether it counts or not."""
+    r = Random(seed)
+    weights = [torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed + n)) for n in range(4)]
+    steps = [(r.choice(("mm", "sigmoid", "cos")), r.random() < 0.2, r.random() < 0.3) for _ in range(6)]
+
+    def run(x: Tensor) -> Tensor:
+        for number, (kind, is_written, is_viewed) in enumerate(steps):
+            made = x @ weights[number % 4] if kind == "mm" else getattr(torch, kind)(x)
+            x = made * 0.5 + x
+            if is_written:
+                (made.view(-1) if is_viewed else made).mul_(2)
+        return x.tanh()
+
+    return run
+
+
+def _contexts(held: Any, said: CheckpointPolicy, seed: int) -> Any:
+    """A `context_fn` for a policy that holds the results of one operator: torch's, or lowtide's if it offloads."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return said if op is held else CheckpointPolicy.PREFER_RECOMPUTE
+
+    if said is CheckpointPolicy.MUST_SAVE:
+        return functools.partial(create_selective_checkpoint_contexts, policy)
+    return lowtide.selective_offload(policy, nn.Linear(1, 1), min_bytes=1, engine=VirtualEngine(seed))
+
+
+def test_versions_under_selective_checkpointing_are_those_of_torch() -> None:
+    """What torch's contexts refuse because it was written to is refused, and all else has the same bits."""
+    verdicts: Counter[str] = Counter()
+    for seed in range(30):
+        run, x = _program(seed), torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        held = Random(f"{seed} held").choice((torch.ops.aten.mm.default, torch.ops.aten.sigmoid.default))
+        answers: list[Tensor | None] = []
+        for said in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD):
+            leaf = x.clone().requires_grad_()
+            try:
+                contexts = _contexts(held, said, seed)
+                checkpoint(run, leaf, use_reentrant=False, context_fn=contexts).sum().backward()
+                answers.append(leaf.grad)
+            except RuntimeError as error:
+                if "place" not in str(error) and "mutated" not in str(error):
+                    raise
+                answers.append(None)
+        theirs, ours = answers
+        assert (theirs is None) == (ours is None), f"seed {seed}: torch's {theirs is not None}, ours {ours is not None}"
+        assert theirs is None or torch.equal(theirs, ours), f"seed {seed}"
+        verdicts["refused" if theirs is None else "equal"] += 1
+    assert verdicts["refused"] > 3 and verdicts["equal"] > 3, verdicts
 
 
 class _TwoSides(nn.Module):

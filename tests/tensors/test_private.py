@@ -377,6 +377,23 @@ def test_modes_are_listed_and_passed_over() -> None:
         assert len(counting.ops) == 2 * seen
 
 
+def test_detach_shares_the_version_in_a_dispatch_mode() -> None:
+    class Holds(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mul.Tensor:
+                alone = output.detach()
+                with private.sharing_versions():
+                    held.extend((alone, output.detach()))
+            return output
+
+    held: list[Tensor] = []
+    with Holds():
+        product = torch.ones(2, requires_grad=True) * 2
+    product.add_(1)
+    assert [private.version_of(tensor) for tensor in held] == [0, 1]
+
+
 def test_fake_mode() -> None:
     assert private.current_fake_mode() is None
     with private.FakeTensorMode() as mode, Counting():

@@ -212,6 +212,14 @@ class PrefetchQueue:
             self.task = task
             self.cursor = len(self.sites)
 
+    def turn(self, start: int) -> None:
+        """What was saved from number `start` on will be read in the order of saving: by a region that runs again."""
+        self.sites[start:] = reversed(self.sites[start:])
+        for index in range(start, len(self.sites)):
+            site = self.sites[index]()
+            if site is not None:
+                site.index = index
+
     def arrange(self) -> None:
         """The forward is over: sort the sites by when backward starts their fetches; the first to start is last."""
         alive = [site for site in (reference() for reference in self.sites) if site is not None]
