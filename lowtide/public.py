@@ -209,7 +209,8 @@ def swap_optimizer(
     of its `with` block. Parameters, state and `param_groups` are the same to the bit; the optimizer stays the object
     that it is.
 
-    `tier`: "host", the first tier below the device (main memory; for a model on the CPU a file), or "disk".
+    `tier`: "host", the first tier below the device (main memory; for a model on the CPU a file), or "disk";
+    "mapped", the first tier too, which kernels read and write in place (CPU and CUDA).
     `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device;
     "auto": as much as the first steps show to be free.
     `bucket_bytes`: how much is copied at once; about three times as much is on the device in a step. State smaller than

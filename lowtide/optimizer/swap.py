@@ -113,9 +113,20 @@ def swap_optimizer(
         check_alone()
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
-    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
+    store = StateStore(
+        found,
+        chosen,
+        device,
+        tiers=tiers,
+        bucket_bytes=size,
+        min_bytes=least,
+        num_buffers=num_buffers,
+        in_place=tier == "mapped",
+    )
     store.weights = weights
     store.keep(first_ones(found, share or 0.0, least))
+    if store.transfers.in_place and overlap == "auto":
+        overlap = "step"
     handle = OptimizerSwap(store, overlap=overlap, closes_engine=chosen is not engine)
     if share is None:
         handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
@@ -246,8 +257,9 @@ class OptimizerSwap:
 
     def choose_residency(self, memory: Callable[[], DeviceMemory]) -> None:
         """Let `Residency` choose what stays on the device, by what `memory()` says that there is."""
+        why_none = why_none_stays(in_place=self._store.transfers.in_place)
         self._residency = Residency(
-            self._store, memory, settle=self.flush, is_alone=self._closes_engine, why_none=why_none_stays()
+            self._store, memory, settle=self.flush, is_alone=self._closes_engine, why_none=why_none
         )
 
     def keep_no_more_than(self, share: float) -> None:

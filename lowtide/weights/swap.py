@@ -150,6 +150,8 @@ def swap_weights(
     found = bare(optimizer) if optimizer is not None else None
     _check(model, found, update)
     check_names(tier, "auto")
+    if tier == "mapped":
+        raise ConfigError("lowtide.swap_weights: tier 'mapped' is for optimizer state alone; use 'host' or 'disk'")
     least = parse_bytes(min_bytes)
     movable = _units_of(model, least)
     if not movable:
