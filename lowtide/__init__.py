@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lowtide.loss.checked import cross_entropy as cross_entropy
     from lowtide.public import apply as apply
     from lowtide.public import current as current
+    from lowtide.public import load as load
     from lowtide.public import observe as observe
     from lowtide.public import remove as remove
     from lowtide.public import selective_offload as selective_offload
@@ -39,6 +40,7 @@ _HOMES = {
     "apply": "lowtide.public",
     "cross_entropy": "lowtide.loss.checked",
     "current": "lowtide.public",
+    "load": "lowtide.public",
     "observe": "lowtide.public",
     "optimize": "lowtide.runtime.autopilot.optimize",
     "plan": "lowtide.runtime.autopilot.plan_model",

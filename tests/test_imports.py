@@ -55,6 +55,7 @@ def test_public_surface() -> None:
         "apply",
         "cross_entropy",
         "current",
+        "load",
         "observe",
         "optimize",
         "plan",

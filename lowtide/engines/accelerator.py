@@ -175,6 +175,10 @@ class AcceleratorEngine:
         place = slot.place.part(start_bytes, nbytes) if slot.tier == "host" else slot.place + start_bytes
         return Slot(slot.tier, nbytes, place)
 
+    def in_place(self, slot: Slot) -> torch.UntypedStorage:
+        assert slot.tier == "host", slot.tier
+        return self._ops.in_place(slot.place.pieces()[0])
+
     def free(self, slot: Slot) -> None:
         if slot.tier == "host":
             self._arena.free(slot.place)

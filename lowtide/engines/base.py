@@ -94,6 +94,12 @@ class Engine(Protocol):
         never freed itself. `start_bytes` is a multiple of 4096, and what comes after the part up to the next multiple
         is undefined once the part was written."""
 
+    def in_place(self, slot: Slot) -> torch.UntypedStorage:
+        """The bytes of a slot of `allocate_visible`, or of a part of one, as memory of the device: kernels read and
+        write them over the link, without a copy. On the fastest tier alone. On a host it is the file mapped anew, whose
+        pages are asked for at once and leave this process with the storage. Raises ConfigError on a device that has no
+        such call."""
+
     def free(self, slot: Slot) -> None:
         """Give a slot back. The caller promises that no copy from or to it is unfinished."""
 

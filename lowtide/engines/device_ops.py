@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -125,6 +126,10 @@ class DeviceOps(Protocol):
     def new_slab(self, nbytes: int) -> torch.Tensor:
         """Pinned host memory, near the device. Raises RuntimeError where the machine has no more."""
 
+    def in_place(self, pinned: torch.Tensor) -> torch.UntypedStorage:
+        """The memory of `pinned` (bytes) as memory of the device, kept alive by it. Raises ConfigError where the device
+        has no call for it."""
+
     def enter_thread(self) -> None:
         """To be called once by each thread of ours that will copy."""
 
@@ -185,6 +190,17 @@ class TorchDevice:
     def _new_slab_here(self, nbytes: int) -> torch.Tensor:
         self.enter_thread()
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def in_place(self, pinned: torch.Tensor) -> torch.UntypedStorage:
+        if self.device.type != "cuda":
+            raise ConfigError(
+                f"lowtide.swap_optimizer: tier 'mapped': kernels of '{self.device.type}' cannot be shown main memory "
+                "that the host sees too; use tier 'host'"
+            )
+        # The protocol with which arrays of CUDA are handed over: pinned memory has one address for host and device.
+        array = {"shape": (pinned.numel(),), "typestr": "|u1", "data": (pinned.data_ptr(), False), "version": 2}
+        shown = types.SimpleNamespace(__cuda_array_interface__=array, owner=pinned)
+        return torch.as_tensor(shown, device=self.device).untyped_storage()
 
     def enter_thread(self) -> None:
         # A new thread starts on device 0; working there would open a context on a device that may be another rank's.

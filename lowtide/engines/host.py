@@ -273,6 +273,12 @@ class HostEngine:
         assert start_bytes % BLOCK_BYTES == 0
         return Slot(slot.tier, nbytes, slot.place + start_bytes)
 
+    def in_place(self, slot: Slot) -> torch.UntypedStorage:
+        self._check_process()
+        self.trimmer.check(self.pool.mapped_bytes)
+        view = self.disk.view(slot.place, slot.nbytes, ahead=True)
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
     def free(self, slot: Slot) -> None:
         if os.getpid() == self._process_id:
             self.disk.free(slot.place, slot.nbytes)

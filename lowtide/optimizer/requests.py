@@ -52,20 +52,20 @@ from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes, parse_bytes
 
-TIERS = ("host", "disk")
+TIERS = ("host", "disk", "mapped")
 OVERLAPS = ("auto", "step", "backward", "in_backward")
 
 
 def check_names(tier: Any, overlap: Any) -> None:
-    if tier == "mapped":
-        raise ConfigError(
-            "lowtide.swap_optimizer: tier 'mapped' (kernels that read main memory in place) is not built: torch has no "
-            "call for it without a compiled allocator; use 'host'"
-        )
     for name, value, known in (("tier", tier, TIERS), ("overlap", overlap, OVERLAPS)):
         if value not in known:
             hint = did_you_mean(str(value), known)
             raise ConfigError(f"lowtide.swap_optimizer: {name} '{value}' is none of {', '.join(known)}{hint}")
+    if tier == "mapped" and overlap == "backward":
+        raise ConfigError(
+            "lowtide.swap_optimizer: tier 'mapped' has no copies that backward could hide; use overlap 'step' or "
+            "'in_backward'"
+        )
 
 
 def share_of(resident: Any) -> float:
@@ -187,9 +187,18 @@ def engine_for(wanted: EngineChoice, optimizer: torch.optim.Optimizer, tier: str
 
 
 def tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
-    """The tier that was asked for and the slower ones. The first slower tier is what 'host' means anywhere."""
+    """The tier that was asked for and the slower ones. The first slower tier is what 'host' means anywhere. 'mapped'
+    is that one too, and no other. Raises ConfigError where the engine has no such tier, or cannot show it to kernels.
+    """
     if tier == "host":
         return engine.tiers
+    if tier == "mapped":
+        slot, _ = engine.allocate_visible(LEAST_BYTES, engine.tiers[0])
+        try:
+            engine.in_place(slot)
+        finally:
+            engine.free(slot)
+        return engine.tiers[:1]
     if tier not in engine.tiers:
         raise ConfigError(
             f"lowtide.swap_optimizer: the engine '{engine.name}' has no tier '{tier}'; it has {', '.join(engine.tiers)}"

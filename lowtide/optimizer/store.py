@@ -77,13 +77,14 @@ class StateStore:
         bucket_bytes: int | None,
         min_bytes: int,
         num_buffers: int,
+        in_place: bool,
     ) -> None:
         self.optimizer = optimizer
         self.weights: WeightHolder | None = None
         """None: weights and gradients are always on the device."""
         self.engine = engine
         self.device = device
-        self.transfers = Transfers(engine, device, self._stay, num_buffers)
+        self.transfers = Transfers(engine, device, self._stay, num_buffers, in_place=in_place)
         self.buckets: list[StateBucket] = []
         self.bucket_of: dict[torch.Tensor, StateBucket] = {}
         self.residents: set[torch.Tensor] = set()

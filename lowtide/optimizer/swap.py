@@ -107,9 +107,20 @@ def swap_optimizer(
         check_alone()
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
-    store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
+    store = StateStore(
+        found,
+        chosen,
+        device,
+        tiers=tiers,
+        bucket_bytes=size,
+        min_bytes=least,
+        num_buffers=num_buffers,
+        in_place=tier == "mapped",
+    )
     store.weights = weights
     store.keep(first_ones(found, share, least))
+    if store.transfers.in_place and overlap == "auto":
+        overlap = "step"
     return OptimizerSwap(store, overlap=overlap, closes_engine=chosen is not engine)
 
 

@@ -11,6 +11,9 @@ The rules:
 Nothing waits for the whole device. At most `num_buffers` buckets are on the device: one that is computed with, one
 that arrives, one that leaves.
 
+In place (tier 'mapped'): a bucket's memory on the device *is* its slot, which kernels reach over the link. Then there
+are no copies and no buffers: the host waits for compute before it reads, and a slot is given back behind compute.
+
 Cost: about 30 us of Python a bucket. Not covered: what to fetch and when (step.py, in_backward.py).
 """
 
@@ -50,6 +53,8 @@ class Transfers:
         device: torch.device,
         on_lost: Callable[[StateChunk, Buffer, BaseException], None],
         num_buffers: int = NUM_BUFFERS,
+        *,
+        in_place: bool = False,
     ) -> None:
         self.engine = engine
         self.device = device
@@ -64,6 +69,8 @@ class Transfers:
         """Buckets that a step has on the device at a time."""
         self.most_held = num_buffers
         """Buckets that may be on the device at a time; more where some were fetched into memory that was free."""
+        self.in_place = in_place
+        """Whether kernels read and write the slots themselves."""
         self._on_lost = on_lost
         self._leaving: deque[tuple[StateChunk, Buffer, list[Event]]] = deque()
         self._num_held = 0
@@ -71,7 +78,9 @@ class Transfers:
         self._to_free: list[tuple[Slot, tuple[Event, ...]]] = []
 
     def buffer_for(self, chunk: StateChunk) -> Buffer:
-        """Device memory for a chunk, once there is room for one more."""
+        """Device memory for a chunk, once there is room for one more; in place, that of its slots."""
+        if self.in_place:
+            return tuple([self.engine.in_place(slot) for slot in chunk.slots])
         while self._leaving and self._num_held >= self.most_held:
             self._retire()
         buffer = tuple([self._allocate(slot.nbytes) for slot in chunk.slots])
@@ -91,6 +100,8 @@ class Transfers:
 
     def drop(self, buffer: Buffer) -> None:
         """Count a bucket as gone that no copy touches any more; the caller lets go of it."""
+        if self.in_place:
+            return
         self.held_bytes -= sum(storage.nbytes() for storage in buffer)
         self._num_held -= 1
 
@@ -102,6 +113,8 @@ class Transfers:
         if any(leaving.overlaps(chunk) for leaving, _, _ in self._leaving):
             self.retire_all()
         buffer = self.buffer_for(chunk)
+        if self.in_place:
+            return Arrival(chunk, buffer, [])
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
         events = []
         for slot, storage in zip(chunk.slots, buffer, strict=True):
@@ -129,6 +142,8 @@ class Transfers:
 
     def arrive(self, arrival: Arrival) -> Buffer:
         """The bucket, for what compute does from now on. Raises what went wrong in the copy."""
+        if self.in_place:
+            return arrival.buffer
         self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
         error = self._failure(arrival.events)
         if error is not None:
@@ -138,6 +153,8 @@ class Transfers:
 
     def give_up(self, arrival: Arrival) -> None:
         """Forget a fetched bucket that nobody used; its slot has the same bytes."""
+        if self.in_place:
+            return
         self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
         self.drop(arrival.buffer)
 
@@ -146,6 +163,9 @@ class Transfers:
     def send(self, chunk: StateChunk, buffer: Buffer) -> None:
         """Start the copy of a chunk to its slots, and take over the bucket."""
         engine = self.engine
+        if self.in_place:
+            self._unsettled.append(engine.record(Lane.COMPUTE))
+            return
         events = []
         for slot, storage in zip(chunk.slots, buffer, strict=True):
             engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
@@ -194,7 +214,8 @@ class Transfers:
 
     def free(self, bucket: StateBucket) -> None:
         """Give a bucket's slot back, as soon as no copy from or to it is unfinished."""
-        self._to_free.append((bucket.slot, (self.engine.record(Lane.IN), self.engine.record(Lane.OUT))))
+        lanes = (Lane.COMPUTE,) if self.in_place else (Lane.IN, Lane.OUT)
+        self._to_free.append((bucket.slot, tuple(map(self.engine.record, lanes))))
         self._free_what_can_be()
 
     def _free_what_can_be(self) -> None:

@@ -70,11 +70,11 @@ class Movable:
         "version",
     )
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, *, is_gradient: bool) -> None:
+    def __init__(self, name: str, parameter: torch.nn.Parameter, shape: Shape, *, is_gradient: bool) -> None:
         self.name = name
         self.parameter = parameter
         self.is_gradient = is_gradient
-        self.shape = Shape(parameter.size(), parameter.stride(), 0, parameter.dtype)
+        self.shape = shape
         self.nbytes = parameter.nbytes
         self.slot: Slot | None = None
         self.away: torch.Tensor | None = None

@@ -60,6 +60,7 @@ from lowtide.tensors.ranks import has_company
 from lowtide.tensors.view import Shape, View
 from lowtide.tensors.wrappers import is_distributed
 from lowtide.units import MIB, format_bytes, parse_bytes
+from lowtide.weights.load import Incoming
 from lowtide.weights.moves import Movable, WeightMoves, quiet
 
 UPDATES = ("step", "in_backward")
@@ -145,11 +146,19 @@ def swap_weights(
     tier: str = "host",
     engine: EngineChoice = None,
     min_bytes: int | str = MIN_BYTES,
+    folder: Any = None,
+    device: Any = None,
 ) -> WeightSwap:
     """See `lowtide.swap_weights`."""
     found = bare(optimizer) if optimizer is not None else None
     _check(model, found, update)
+    is_coming = folder is not None or device is not None
+    incoming = Incoming(_CALL, model, folder, "cpu" if device is None else device) if is_coming else None
+    if incoming is None:
+        _check_place(model)
     check_names(tier, "auto")
+    if tier == "mapped":
+        raise ConfigError("lowtide.swap_weights: tier 'mapped' is for optimizer state alone; use 'host' or 'disk'")
     least = parse_bytes(min_bytes)
     movable = _units_of(model, least)
     if not movable:
@@ -158,18 +167,24 @@ def swap_weights(
             "a smaller min_bytes"
         )
     parameters = [item.parameter for unit in movable for item in unit.items]
-    device = parameters[0].device
+    place = parameters[0].device if incoming is None else incoming.device
     mode = update if found is not None else "none"
-    window_bytes, bucket_bytes, staying = _sizes(movable, budget, mode, is_host=device.type == "cpu")
+    window_bytes, bucket_bytes, staying = _sizes(movable, budget, mode, is_host=place.type == "cpu")
     movable = [unit for unit in movable if unit not in staying]
-    chosen = engine_for(engine, torch.optim.SGD(parameters[:1], lr=0.0), tier)
-    moves = WeightMoves(chosen, device, tiers_from(chosen, tier))
-    moves.window_bytes = window_bytes
-    swap = WeightSwap(model, movable, moves, closes_engine=chosen is not engine)
+    swap: WeightSwap | None = None
     try:
-        swap.attach(found, update, bucket_bytes)
+        if incoming is not None:
+            incoming.promise()
+        chosen = engine_for(engine, torch.optim.SGD(parameters[:1], lr=0.0), tier)
+        moves = WeightMoves(chosen, place, tiers_from(chosen, tier))
+        moves.window_bytes = window_bytes
+        swap = WeightSwap(model, movable, moves, closes_engine=chosen is not engine)
+        swap.attach(found, update, bucket_bytes, incoming)
     except BaseException:
-        swap.remove()
+        if swap is not None:
+            swap.remove()
+        if incoming is not None:
+            incoming.give_back()
         raise
     return swap
 
@@ -178,7 +193,9 @@ def _units_of(model: nn.Module, least_bytes: int) -> list[_Unit]:
     """The parts of a model with the weights in them that can move; a tied one is in several."""
     counts = Counter(storage_key(p.untyped_storage()) for p in model.parameters() if is_plain(p))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    item_of = {p: Movable(names[p], p, is_gradient=False) for p in names if _can_move(p, least_bytes, counts)}
+    item_of = {
+        p: Movable(names[p], p, Shape.of(p), is_gradient=False) for p in names if _can_move(p, least_bytes, counts)
+    }
     units = [
         _Unit(name, module, [item_of[p] for p in module.parameters() if p in item_of])
         for name, module in _parts_of(model).items()
@@ -221,10 +238,16 @@ def _check_model(model: nn.Module) -> None:
     compiled = next(iter(compiled_parts(model)), None)
     if compiled is not None:
         raise ConfigError(f"{_CALL}: '{compiled}' is compiled, and compiled code holds its weights; do not compile it")
+
+
+def _check_place(model: nn.Module) -> None:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
         where = f"parameters on {' and '.join(devices)}" if devices else "no parameters"
-        raise ConfigError(f"{_CALL}: {type(model).__name__} has {where}; all must be on one device, with memory")
+        raise ConfigError(
+            f"{_CALL}: {type(model).__name__} has {where}; all must be on one device, with memory, or folder= "
+            "says where their bytes are"
+        )
 
 
 def _parts_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -321,8 +344,15 @@ class WeightSwap:
 
     # -- attach and remove ---------------------------------------------------------------------------------------------
 
-    def attach(self, optimizer: torch.optim.Optimizer | None, update: str, bucket_bytes: int | None) -> None:
-        """Send the weights away, one after the other, and put on what brings them back in time."""
+    def attach(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        update: str,
+        bucket_bytes: int | None,
+        incoming: Incoming | None,
+    ) -> None:
+        """Send the weights away, one after the other, and put on what brings them back in time. `incoming`: gives each
+        its bytes just before; None: they are there."""
         moves = self._moves
         if optimizer is not None and self.weights:
             self._optimizer_swap = swap_optimizer(
@@ -335,9 +365,13 @@ class WeightSwap:
             )
         self._place_all({*parameters_of(optimizer)} if optimizer is not None and update == "step" else set())
         for item in self.weights.values():
+            if incoming is not None:
+                incoming.take(item.parameter)
             moves.send(item)
             moves.leave(item)
             moves.retire(True)
+        if incoming is not None:
+            incoming.take_rest()
         self._put_on_hooks(optimizer)
         moves.engine.forget_free_memory()  # what the weights took
 
@@ -350,7 +384,7 @@ class WeightSwap:
                         self._moves.place(item)
                     parameter = item.parameter
                     if parameter in stepped and parameter.requires_grad and parameter not in self._gradients:
-                        gradient = Movable(f"the gradient of {item.name}", parameter, is_gradient=True)
+                        gradient = Movable(f"the gradient of {item.name}", parameter, item.shape, is_gradient=True)
                         self._moves.place(gradient)
                         self._gradients[parameter] = gradient
                     if parameter in self._gradients:

@@ -41,8 +41,8 @@ SEES_ALL = frozenset({"keep", "swap", "solved"})
 _ALL_SIDES = {**SIDES, **WORD_SIDES, **classes.SIDES}
 _ALL_CORES = {**CORES, **classes.CORES}
 
-STATES = ("stays", "step", "backward", "in_backward", "auto", "by plan")
-"""Of `lowtide.swap_optimizer` the ways to overlap; or where a plan has it (`memory.optimizer`)."""
+STATES = ("stays", "step", "backward", "in_backward", "auto", "mapped", "by plan")
+"""Of `lowtide.swap_optimizer` the ways to overlap, or tier 'mapped'; or where a plan has it (`memory.optimizer`)."""
 WEIGHTS = ("weights", "weights in_backward")
 """Weights are elsewhere too (`lowtide.swap_weights`), with its two ways to update."""
 NOT_SIDES = {"in_backward": ("averages", "clips", "gradient_hooks")}

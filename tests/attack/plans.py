@@ -97,7 +97,8 @@ class Rig:
             self.swap = lowtide.swap_weights(model, optimizer, update=update, min_bytes=1, engine=self._engine())
         self.tide = self.apply(model, optimizer, self._engine())
         if self.state not in ("stays", "by plan") and not self.state.startswith("weights"):
-            options: dict[str, Any] = {"overlap": self.state, "bucket_bytes": 4096, "min_bytes": 1}
+            way = {"tier": "mapped"} if self.state == "mapped" else {"overlap": self.state}
+            options: dict[str, Any] = {**way, "bucket_bytes": 4096, "min_bytes": 1}
             with contextlib.suppress(*((ConfigError,) if self.may_stay else ())):
                 self.swap = lowtide.swap_optimizer(optimizer, engine=self._engine(), **options)
 

@@ -107,6 +107,9 @@ class ClockedEngine:
     def part_of(self, slot: Slot, start_bytes: int, nbytes: int) -> Slot:
         return Slot(slot.tier, nbytes, slot.place[start_bytes : start_bytes + nbytes])
 
+    def in_place(self, slot: Slot) -> torch.UntypedStorage:
+        return slot.place
+
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"
         self._in_use_bytes -= slot.nbytes

@@ -231,6 +231,10 @@ class SimDevice:
     def new_slab(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 254, dtype=torch.uint8)
 
+    def in_place(self, pinned: torch.Tensor) -> torch.UntypedStorage:
+        start = int(pinned.storage_offset())
+        return pinned.untyped_storage()[start : start + pinned.numel()]
+
     def enter_thread(self) -> None:
         self.threads.append(threading.current_thread().name)
 

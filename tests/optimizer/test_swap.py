@@ -513,11 +513,7 @@ class WithoutDisk(VirtualEngine):
 def test_refusals() -> None:
     parameter = nn.Parameter(torch.ones(4))
     adam = torch.optim.Adam([parameter])
-    assert _refusal(adam, tier="hots") == "tier 'hots' is none of host, disk; did you mean 'host'?"
-    assert _refusal(adam, tier="mapped") == (
-        "tier 'mapped' (kernels that read main memory in place) is not built: torch has no call for it without a "
-        "compiled allocator; use 'host'"
-    )
+    assert _refusal(adam, tier="hots") == "tier 'hots' is none of host, disk, mapped; did you mean 'host'?"
     assert _refusal(adam, overlap="backwards").startswith("overlap 'backwards' is none of auto, step")
     assert _refusal(adam, resident=2) == (
         "resident is a share from 0 to 1, not 2; memory.optimizer: auto finds the share for a budget"

@@ -57,9 +57,12 @@ def _steps(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimize
 def test_same_bits(flags: dict[str, Any], dtype: torch.dtype) -> None:
     plain_parameters, plain = _make(flags, dtype)
     _steps(plain_parameters, plain, 6)
-    for overlap in ("step", "backward"):
+    ways = [{"overlap": "step"}, {"overlap": "backward"}]
+    if _device().type == "cuda":
+        ways.append({"tier": "mapped"})
+    for way in ways:
         parameters, optimizer = _make(flags, dtype)
-        with lowtide.swap_optimizer(optimizer, bucket_bytes=_bucket_bytes(), overlap=overlap):
+        with lowtide.swap_optimizer(optimizer, bucket_bytes=_bucket_bytes(), **way):
             _steps(parameters, optimizer, 6)
             for parameter, twin in zip(parameters, plain_parameters, strict=True):
                 for key in ("exp_avg", "exp_avg_sq"):

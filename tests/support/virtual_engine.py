@@ -145,6 +145,10 @@ class VirtualEngine:
         assert start_bytes % 4096 == 0
         return Slot(slot.tier, nbytes, slot.place[start_bytes : start_bytes + nbytes])
 
+    def in_place(self, slot: Slot) -> torch.UntypedStorage:
+        start = int(slot.place.storage_offset())
+        return slot.place.untyped_storage()[start : start + slot.nbytes]
+
     def free(self, slot: Slot) -> None:
         assert slot.place is not None, "slot freed twice"
         for use in self._uses.pop(storage_key(slot.place.untyped_storage()), ()):

@@ -220,8 +220,10 @@ class DiskTier:
             self._used_bytes += size
             return self._ranges.allocate(size)
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
+    def view(self, offset: int, nbytes: int, *, ahead: bool = False) -> memoryview:
         """A slot's bytes as writable memory, valid until the slot is freed, even after `close`.
+
+        `ahead`: all of it will be needed soon, so that the kernel reads it meanwhile.
 
         It is the file mapped: a page takes memory once it is read, and the kernel may take that back. `write` and
         `read` see what was written to it and the other way round, once they are done."""
@@ -231,6 +233,8 @@ class DiskTier:
                 os.ftruncate(self._descriptor, offset + padded(nbytes))
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         mapping = mmap.mmap(self._descriptor, offset + nbytes - start, offset=start)
+        if ahead and hasattr(mmap, "MADV_WILLNEED"):
+            mapping.madvise(mmap.MADV_WILLNEED)
         return memoryview(mapping)[offset - start :]
 
     def free(self, offset: int, nbytes: int) -> None:

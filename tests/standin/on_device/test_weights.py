@@ -64,3 +64,24 @@ def test_a_checkpoint_has_the_right_numbers_and_can_be_loaded() -> None:
         with handle.here():
             assert all(torch.equal(value.cpu(), new[name]) for name, value in model.named_parameters())
     assert all(torch.equal(value.cpu(), new[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("policy", ["late", 7])
+def test_weights_in_main_memory_go_straight_to_their_tier(policy: str | int) -> None:
+    """The device never holds more than one of them, and the optimizer stays the one that was made on the host."""
+    case = zoo.CASES["llama"]
+    device.play("early")
+    plain = _trained("llama", None, None)
+    device.play(policy)
+    device.forget_violations()
+    model = case.build(3, HERE).to("cpu")
+    optimizer = zoo.make_optimizer(model)
+    handle = lowtide.swap_weights(model, optimizer, min_bytes=1, device=HERE)
+    assert handle.stats.peak_bytes <= max(parameter.nbytes for parameter in model.parameters())
+    result = zoo.train(case, model, optimizer, 3, num_steps=3, device=HERE)
+    handle.remove()
+    device.play("early")
+    assert not device.violations()
+    assert {k: v.tolist() for k, v in result.loss.items()} == {k: v.cpu().tolist() for k, v in plain.loss.items()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach().cpu(), plain.parameters[f"3:{name}"]), name

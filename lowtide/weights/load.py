@@ -1,0 +1,222 @@
+"""Weights that are not on the device yet: in a folder of safetensors, or in main memory.
+
+What: `Incoming` gives each parameter and buffer of a model its bytes on the device, one after the other. Until then a
+parameter shows one NaN in its shape. `load` takes all of them; `swap_weights(folder=...)` sends each to its tier before
+the next one comes. So neither device nor host ever holds a model twice, and the device never holds all of one that does
+not fit.
+Why the parameters stay the objects that they are: an optimizer that was made before goes on working. A parameter on
+another device cannot be given memory by `.data`; `torch.utils.swap_tensors` exchanges what the two objects are.
+
+Checked before anything is touched: every parameter, and every buffer that has no memory yet, has a tensor of its shape
+in the folder under one of its names. Types may differ: values are cast as `load_state_dict` does.
+Cost: the header of a file is read again for each tensor (0.1 ms for a small one), so that no file stays mapped.
+Not covered: checkpoints whose names are not those of the model; hooks that hang on parameters before their bytes come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ConfigError
+from lowtide.units import format_bytes
+
+logger = logging.getLogger("lowtide")
+_INDEX = "model.safetensors.index.json"
+_SECONDS_BETWEEN_LINES = 5.0
+_MOST_NAMED = 3
+
+
+def load(model: nn.Module, folder: Any, *, device: Any = "cpu") -> None:
+    """See `lowtide.load`."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"lowtide.load: model= takes a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"lowtide.load: folder= takes the path of a folder, not {folder!r}")
+    incoming = Incoming("lowtide.load", model, folder, device)
+    try:
+        incoming.promise()
+        incoming.take_rest()
+    except BaseException:
+        incoming.give_back()
+        raise
+
+
+class Incoming:
+    """See the module's text. `folder`: None for weights that are in main memory. `call`: for messages.
+
+    Raises ConfigError where something is missing or does not fit; the model is as it was then."""
+
+    def __init__(self, call: str, model: nn.Module, folder: Any, device: Any) -> None:
+        self.call = call
+        self.device = _device(call, device)
+        self._names = _names_of(model)
+        self._folder = None if folder is None else Path(os.fspath(folder))
+        wanted = {"meta"} if folder is not None else {"cpu"}
+        found = {parameter.device.type for parameter in model.parameters()}
+        if found != wanted:
+            where = " and ".join(sorted(found)) or "no device: it has none"
+            way = (
+                "folder= fills a model that was built on 'meta'" if folder is not None else "device= takes one on 'cpu'"
+            )
+            raise ConfigError(f"{call}: {type(model).__name__} has parameters on {where}; {way}")
+        self._file_of = {} if self._folder is None else _files_in(call, self._folder)
+        self._left = [t for t in self._names if isinstance(t, nn.Parameter) or t.is_meta or t.device != self.device]
+        """Parameters, then buffers, whose bytes are not on the device."""
+        self._before: dict[torch.Tensor, torch.Tensor] = {}
+        """What was in the place of each parameter that shows NaN now."""
+        self._check()
+        self._total_bytes = sum(tensor.nbytes for tensor in self._left)
+        self._taken_bytes = 0
+        self._said = time.monotonic()
+
+    def promise(self) -> None:
+        """All parameters are on the device from now on, and show NaN."""
+        for tensor in self._left:
+            if isinstance(tensor, nn.Parameter):
+                kind = tensor.dtype
+                number = float("nan") if kind.is_floating_point or kind.is_complex else -1
+                shown = torch.full((), number, dtype=kind, device=self.device).expand(tensor.size())
+                self._before[tensor] = _exchange(tensor, shown)
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Give a parameter or buffer its bytes on the device."""
+        own = self._before.pop(tensor, tensor)
+        value = own.detach() if not own.is_meta else self._read(tensor)
+        with torch.no_grad():
+            memory = torch.empty_strided(own.size(), own.stride(), dtype=own.dtype, device=self.device).copy_(value)
+        _exchange(tensor, memory)
+        self._left = [other for other in self._left if other is not tensor]
+        self._taken_bytes += tensor.nbytes
+        if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            logger.info("%s: %s of %s", self.call, format_bytes(self._taken_bytes), format_bytes(self._total_bytes))
+
+    def take_rest(self) -> None:
+        """Take all that is left, buffers too."""
+        for tensor in list(self._left):
+            self.take(tensor)
+
+    def give_back(self) -> None:
+        """Leave parameters that were not taken as they were."""
+        for tensor, before in self._before.items():
+            _exchange(tensor, before)
+        self._before.clear()
+
+    # -- the folder ----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._folder is None:
+            return
+        missing = [tensor for tensor in self._left if tensor.is_meta and self._name_in_folder(tensor) is None]
+        buffers = [self._names[tensor][0] for tensor in missing if not isinstance(tensor, nn.Parameter)]
+        if buffers:
+            raise ConfigError(
+                f"{self.call}: buffer {_some(buffers)} is on 'meta' and not in {self._folder}; build the model so that "
+                "buffers have memory (accelerate.init_empty_weights does)"
+            )
+        if missing:
+            raise ConfigError(
+                f"{self.call}: {self._folder} has no tensor {_some(self._names[tensor][0] for tensor in missing)}; its "
+                f"names begin with {_some(sorted(self._file_of))}"
+            )
+        for tensor in self._left:
+            name = self._name_in_folder(tensor) if tensor.is_meta else None
+            if name is not None:
+                with _opened(self._file_of[name]) as file:
+                    shape = tuple(file.get_slice(name).get_shape())
+                if shape != tuple(tensor.size()):
+                    raise ConfigError(
+                        f"{self.call}: '{name}' is {shape} in {self._file_of[name]}, and {tuple(tensor.size())} in the "
+                        "model; give the folder of this model's checkpoint"
+                    )
+
+    def _name_in_folder(self, tensor: torch.Tensor) -> str | None:
+        return next((name for name in self._names[tensor] if name in self._file_of), None)
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        name = self._name_in_folder(tensor)
+        assert name is not None
+        with _opened(self._file_of[name]) as file:
+            return file.get_tensor(name)
+
+
+def _names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """All names of each parameter, then of each buffer."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for found in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in found:
+            names.setdefault(tensor, []).append(name)
+    return names
+
+
+def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Let `tensor`, the same object, be on `other`'s memory. Returns what it was on."""
+    if tensor.device == other.device:
+        before = tensor.detach()
+        tensor.data = other
+        return before
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other.detach(), requires_grad=tensor.requires_grad)
+    vars(other).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, other)
+    return other
+
+
+def _device(call: str, device: Any) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{call}: device: {str(error).splitlines()[0]}") from error
+    if found.index is None and found.type not in ("cpu", "meta"):
+        found = torch.device(found.type, torch.accelerator.current_device_index())
+    if found.type == "meta":
+        raise ConfigError(f"{call}: device 'meta' has no memory; give the device to train on")
+    return found
+
+
+def _files_in(call: str, folder: Path) -> dict[str, Path]:
+    """The file of each tensor in a folder. Raises ConfigError for a folder without any, or with a part missing."""
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            file_of = {str(name): folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{call}: {index} is no index of safetensors ({type(error).__name__}: {error})"
+            ) from error
+        lost = sorted({str(file) for file in file_of.values() if not file.is_file()})
+        if lost:
+            raise ConfigError(f"{call}: {index} names {_some(lost)}, which is not there; download it again")
+        return file_of
+    file_of = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with _opened(path) as file:
+            file_of.update(dict.fromkeys(file.keys(), path))
+    if not file_of:
+        raise ConfigError(f"{call}: {folder} has no safetensors files with tensors; give the folder of a checkpoint")
+    return file_of
+
+
+def _opened(path: Path) -> contextlib.AbstractContextManager[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"lowtide: {path} is no safetensors file ({error})") from error
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MOST_NAMED} more" if len(listed) > _MOST_NAMED else ""
+    return ", ".join(f"'{name}'" for name in listed[:_MOST_NAMED]) + more
