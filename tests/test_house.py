@@ -64,12 +64,12 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 60_169,
-    "files": 261,
-    "classes": 552,
+    "lines": 58_700,
+    "files": 257,
+    "classes": 538,
     "files that one other file imports": 43,
-    "classes with more than 15 attributes": 25,
-    "class names that several classes have": 15,
+    "classes with more than 15 attributes": 24,
+    "class names that several classes have": 14,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,
 }

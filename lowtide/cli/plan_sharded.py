@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowtide.config.run import RunConfig
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.planner.optimizer_kinds import Weight, shard_of
 from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
@@ -62,10 +60,6 @@ class Rank:
     sharding: Sharding
     cluster: Cluster
     hardware: Hardware
-
-    def shards_of(self, weights: Sequence[Weight]) -> list[Weight]:
-        """What is here of the parameters of the whole model."""
-        return [shard_of(weight, self.sharding.ranks) for weight in weights]
 
     def network(self, plan: Plan) -> Network:
         """The network of the step that the plan makes."""

@@ -3,8 +3,8 @@
 What: evict as many bytes as the budget asks for. Of these, the link takes what it can send away while forward computes,
 those items first that are dearest to make again for their bytes; the rest is recomputed, cheapest first.
 
-Why: for equal layers this is within half a percentage point of the linear program, and it needs nothing but numpy: the
-fallback where scipy is missing, and an independent answer to compare the program with.
+Why: for equal layers this is within half a percentage point of the linear program, and it needs nothing but numpy: a
+first answer, and an independent one to compare the program with.
 
 Cost: sorting the items, and one pass over the forward ticks for each swapped one.
 

@@ -17,7 +17,6 @@ Not covered: which tensors the items are and how they are prefetched (the plan),
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -124,7 +123,7 @@ def bound_of(
     """No schedule of this step within the budget is faster; that of the plain step where nothing more is known."""
     evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=time.perf_counter() + time_limit_seconds)
     bound = arrays.step.compute_seconds
-    if _everything_kept(evaluator) is not None or importlib.util.find_spec("scipy") is None:
+    if _everything_kept(evaluator) is not None:
         return bound
     program = Program(arrays.step, link, budget_bytes, host_bytes)
     points = first_points(arrays, program.plain)
@@ -151,10 +150,7 @@ def _best(
     pool = [evaluator.play(low_fates), *_filled(evaluator)]
     if not is_lowest and len(arrays.step.items) <= WHOLE_ITEMS:
         pool.append(evaluator.play(floor(arrays, evaluator.host_bytes)[1]))
-    if importlib.util.find_spec("scipy") is not None:
-        return _programmed(evaluator, pool, tell, beats)
-    bound = arrays.step.compute_seconds
-    return bound, "closed form (scipy is not installed)", _polished(evaluator, pool, bound)
+    return _programmed(evaluator, pool, tell, beats)
 
 
 def _everything_kept(evaluator: Evaluator) -> Outcome | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import sys
 import time
 
 import pytest
@@ -135,21 +134,6 @@ def test_the_same_step_has_the_same_plan() -> None:
     step = llama(8)
     first, second = (solve(step, H200_LINK, llama_budget(step, 0.3)) for _ in range(2))
     assert first.fates == second.fates
-
-
-def test_without_scipy_the_closed_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = llama()
-    budget_bytes = llama_budget(step, 0.3)
-    best = solve(step, H200_LINK, budget_bytes)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    solution = solve(step, H200_LINK, budget_bytes)
-    assert solution.how.startswith("closed form (scipy is not installed)")
-    assert solution.bound_seconds == pytest.approx(step.compute_seconds)
-    assert solution.timeline.peak_bytes <= budget_bytes
-    slower = solution.timeline.step_seconds - best.timeline.step_seconds
-    assert slower / step.compute_seconds <= 0.006
 
 
 def test_progress_is_told_in_words() -> None:
