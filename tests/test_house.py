@@ -64,10 +64,10 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_700,
-    "files": 257,
-    "classes": 538,
-    "files that one other file imports": 43,
+    "lines": 58_610,
+    "files": 255,
+    "classes": 537,
+    "files that one other file imports": 41,
     "classes with more than 15 attributes": 24,
     "class names that several classes have": 14,
     "parameters of a constructor": 9,

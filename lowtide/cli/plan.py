@@ -6,7 +6,7 @@ The model of the run file is traced with fake tensors, or a profile that `lowtid
 plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
 mistake in the settings and for a budget that no plan fits.
 With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.shard`
-it is that of one of the ranks that share the parameters (plan_sharded.py).
+it is that of one of the ranks that share the parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from lowtide.cli import alternatives, plan_cluster, plan_sharded
+from lowtide.cli import alternatives, plan_cluster
 from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
@@ -36,7 +36,6 @@ from lowtide.report.write import check_form, write_report
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from lowtide.cli.plan_sharded import Network
     from lowtide.cli.run_step import Weight
     from lowtide.core.decisions import AccountLine
     from lowtide.core.plan import Plan
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             _refuse_other_model(settings, profile)
         rank = None
         if settings.is_sharded:
-            rank = plan_sharded.rank_of(settings, args, profile)
+            rank = plan_cluster.sharded_rank(settings, args, profile)
             profile = rank.profile
         from lowtide.cli.run_step import changes_of
         from lowtide.planner.plan_profile import plan_profile
@@ -127,9 +126,12 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
-        print(json.dumps(_document(plan, profile, rungs, curve, network) | _more(lines, freed)))
+        document = _document(plan, profile, rungs, curve) | _more(lines, freed)
+        document |= {} if rank is None or network is None else {"network": rank.document(network)}
+        print(json.dumps(document))
     else:
-        lines += _lines(plan, profile, rungs=rungs, network=network)
+        told_of_network = [] if rank is None or network is None else ["", *rank.lines(network)]
+        lines += _lines(plan, profile, rungs, told_of_network)
         print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link)], width_of_stdout())))
     return 0
 
@@ -455,20 +457,12 @@ def _stdout_kept_clean() -> Iterator[None]:
 # -- what is printed -----------------------------------------------------------------------------------------------
 
 
-def _lines(
-    plan: Plan,
-    profile: Profile,
-    *,
-    rungs: tuple[SweptBudget, ...],
-    network: Network | None,
-) -> list[str]:
+def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], network: Sequence[str]) -> list[str]:
     from lowtide.core.plan import plan_table
     from lowtide.report.budget_sweep import sweep_lines
 
     width = width_of_stdout()
-    lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines()]
-    if network is not None:
-        lines += ["", *network.lines()]
+    lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines(), *network]
     if profile.hidden:
         hidden_bytes = sum(entry.nbytes for entry in profile.hidden)
         lines += [
@@ -479,32 +473,15 @@ def _lines(
     return [*lines, "", "what other budgets would give", *sweep_lines(rungs, width)]
 
 
-def _document(
-    plan: Plan,
-    profile: Profile,
-    rungs: tuple[SweptBudget, ...],
-    curve: Curve | None,
-    network: Network | None,
-) -> dict[str, Any]:
+def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None) -> dict[str, Any]:
     assert curve is not None
-    document: dict[str, Any] = {
+    return {
         "model": profile.model,
         "batch": profile.batch,
         "device": profile.device,
         "is_fake": profile.is_fake,
         "plan": json.loads(plan.to_json()),
-        "budgets": [
-            {
-                "budget_bytes": swept.budget_bytes,
-                "is_requested": swept.is_requested,
-                **dataclasses.asdict(swept.predicted),
-            }
-            for swept in rungs
-        ],
+        "budgets": [swept.document() for swept in rungs],
         "hidden": [dataclasses.asdict(entry) for entry in profile.hidden],
         "curve": curve.thinned(_MAX_CURVE_POINTS),
     }
-    if network is not None:
-        flat = dataclasses.asdict(network)
-        document["network"] = flat | flat.pop("step")
-    return document

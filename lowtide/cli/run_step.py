@@ -33,8 +33,7 @@ from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
 
 if TYPE_CHECKING:
-    from lowtide.core.profile import Profile
-    from lowtide.timeline.hardware import Hardware
+    from lowtide.cluster.sharded import Sharding
 
 Say = Callable[[str], None]
 
@@ -258,8 +257,15 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
 
 
 def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
-    from lowtide.cluster.sharded import Sharding, sharded_profile
+    from lowtide.cluster.sharded import sharded_profile
+
+    return sharded_profile(whole, layer_bytes(run, whole.layers), sharding_of(run, ranks))
+
+
+def sharding_of(run: RunConfig, ranks: int, replicas: int = 1) -> Sharding:
+    """The run's parameters over so many ranks, of which each replica has as many."""
+    from lowtide.cluster.sharded import Sharding
 
     width = 2 if run.model.dtype == "bfloat16" else 4
-    sharding = Sharding(ranks=ranks, stored_width=width, gathered_width=width, reduced_width=width)
-    return sharded_profile(whole, layer_bytes(run, whole.layers), sharding)
+    each: Any = {"stored_width": width, "gathered_width": width, "reduced_width": width}
+    return Sharding(ranks=ranks // replicas, replicas=replicas, **each)

@@ -127,7 +127,7 @@ def _own_changes(profile: Profile, config: MemoryConfig) -> Iterator[Change]:
     if not (config.recomputes_freely and config.swaps_freely):
         free = dataclasses.replace(config, recompute=None, swap=None)
         text = "recompute: auto, swap: auto"
-        yield Change(text=text, helps=frozenset({ACTIVATIONS}), profile=lambda: profile, config=free)
+        yield Change(text=text, helps=frozenset(KINDS), profile=lambda: profile, config=free)
     if config.optimizer == "keep" and state.optimizer_movable:
         swapped = dataclasses.replace(config, optimizer="swap")
         helps = frozenset({OPTIMIZER, WEIGHTS, GRADIENTS, ACTIVATIONS, LOSS})

@@ -8,9 +8,10 @@ Cost: one short solve for each budget, two or three with `optimizer: auto`. Not 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
@@ -53,6 +54,11 @@ class SweptBudget:
     predicted: Prediction
     is_requested: bool = False
     """Whether it is the budget of the plan itself."""
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        own = {"budget_bytes": self.budget_bytes, "is_requested": self.is_requested}
+        return own | dataclasses.asdict(self.predicted)
 
 
 def budget_sweep(

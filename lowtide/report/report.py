@@ -89,14 +89,7 @@ def document(report: Report) -> dict[str, Any]:
         "remarks": report.remarks,
         "plan": None if report.plan is None else json.loads(report.plan.to_json()),
         "step": None if played is None else _step_document(played),
-        "budgets": [
-            {
-                "budget_bytes": swept.budget_bytes,
-                "is_requested": swept.is_requested,
-                **dataclasses.asdict(swept.predicted),
-            }
-            for swept in report.sweep
-        ],
+        "budgets": [swept.document() for swept in report.sweep],
         "tables": [dataclasses.asdict(table) for table in report.tables],
         "steps": [_step_row(row) for row in report.history],
     }
