@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_830,
-    "files": 259,
-    "classes": 541,
+    "lines": 58_610,
+    "files": 255,
+    "classes": 537,
     "files that one other file imports": 41,
-    "classes with more than 15 attributes": 23,
+    "classes with more than 15 attributes": 24,
     "class names that several classes have": 14,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,

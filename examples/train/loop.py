@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import signal
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ import torch
 
 from examples.train.progress import (
     MetricsFile,
+    PlanFiles,
     PlanRecord,
     Progress,
     StepRecord,
@@ -32,7 +32,7 @@ from examples.train.ranks import Ranks, StopRequest, TrainingError
 from examples.train.trainer import Trainer
 from lowtide.cli.run_step import device_of_run
 from lowtide.config.run import RunConfig
-from lowtide.report.run_folder import METRICS, RunFiles
+from lowtide.report.run_folder import METRICS
 from lowtide.tensors.out_of_memory import is_out_of_memory
 
 
@@ -73,16 +73,15 @@ def train(
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
     ranks = Ranks.join(device)
-    files = RunFiles(run.output_dir, say_on_stderr)
     with StopRequest() as stop:
         try:
             with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
-                summary = _loop(trainer, stop, files, on_step or _hear_nothing)
+                summary = _loop(trainer, stop, on_step or _hear_nothing)
                 if wants_weights_hash:
                     summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.state_dict()))
             ranks.leave()
         except Exception as error:
-            ranks.fail(_told(error, ranks, run), tell=files.failed)
+            ranks.fail(_told(error, ranks, run))
     return summary
 
 
@@ -100,7 +99,7 @@ def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
     return told
 
 
-def _loop(trainer: Trainer, stop: StopRequest, files: RunFiles, on_step: Callable[[StepRecord], None]) -> Summary:
+def _loop(trainer: Trainer, stop: StopRequest, on_step: Callable[[StepRecord], None]) -> Summary:
     """Steps until the last one or a signal; a checkpoint at the end in either case."""
     run, ranks = trainer.run, trainer.ranks
     settings = run.train
@@ -112,9 +111,7 @@ def _loop(trainer: Trainer, stop: StopRequest, files: RunFiles, on_step: Callabl
     metrics = None
     if ranks.is_first:
         metrics = MetricsFile(run.output_dir / METRICS, first_step=trainer.step, warn=say_on_stderr)
-    if trainer.step < settings.steps:
-        device = trainer.device.type
-        files.begin(num_steps=settings.steps, num_ranks=ranks.num_ranks, is_first=ranks.is_first, device=device)
+    plans = PlanFiles(run.output_dir, say_on_stderr)
     with contextlib.closing(metrics) if metrics else contextlib.nullcontext():
         progress.say(trainer.description)
         if trainer.resumed_from:
@@ -125,21 +122,15 @@ def _loop(trainer: Trainer, stop: StopRequest, files: RunFiles, on_step: Callabl
             records.append(record)
             if metrics:
                 metrics.append(record)
-                files.follow(trainer.tide)
+                plans.follow(trainer.tide)
             progress.show(record)
             on_step(record)
             is_end = trainer.step == settings.steps or asked is not None
-            files.note_peak(trainer.step, record.peak_bytes)
-            if trainer.stages is not None:
-                make = functools.partial(trainer.stages.rank_step, trainer.step)
-                files.note_rank(make, step=trainer.step, is_last=is_end)
             is_due = settings.checkpoint_every is not None and trainer.step % settings.checkpoint_every == 0
             if is_end or is_due:
                 newest = trainer.save()
         if trainer.step >= settings.steps:
             asked = None  # a signal in the last step came too late to stop anything
-        if ranks.is_first:
-            files.end(stopped_by=asked.name if asked else None)
         progress.say(_last_line(trainer, asked, newest))
     later_seconds = sum(record.step_seconds for record in records[1:])
     return Summary(

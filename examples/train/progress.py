@@ -1,6 +1,7 @@
 """What a person sees of a run, and what stays of it: lines on stderr, and metrics.jsonl.
 
-What: `Progress` shows one step; `MetricsFile` keeps every step as one JSON line. Both belong to rank 0.
+What: `Progress` shows one step; `MetricsFile` keeps every step as one JSON line, `PlanFiles` the plan in force. They
+belong to rank 0.
 Not covered: experiment trackers; they can read metrics.jsonl.
 """
 
@@ -15,10 +16,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lowtide.config.source import shown
 from lowtide.errors import ConfigError
+from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.report.elements import to_json
+from lowtide.report.played_step import play
+from lowtide.report.run_folder import PLAN, STEP
+from lowtide.runtime.autopilot.autopilot import Autopilot
+from lowtide.runtime.session.tides import Tides
 from lowtide.units import format_bytes, format_seconds
+
+_MOST_WRITES = 64
+"""Batches that change their shape all the time change plans as often; those after that are not worth a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +69,8 @@ class StepRecord:
     """What lowtide did in this step: `tide.stats`. Null without a `memory` section."""
     plan: PlanRecord | None = None
     """Null without a budget."""
+    device: str = ""
+    """'cpu', 'cuda', ..."""
 
     @property
     def stall_seconds(self) -> float:
@@ -161,6 +174,45 @@ class MetricsFile:
     def _count(self, loss: float) -> None:
         self.last_loss = loss
         self._digest.update(f"{loss.hex()}\n".encode())
+
+
+class PlanFiles:
+    """plan.json and step.json, for `lowtide report`: the plan in force, and its step on the clock."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        """`warn` hears, once, that a file could not be written: a full disk ends no training."""
+        self._folder, self._warn = folder, warn
+        self._digest: str | None = None
+        self._num_writes = 0
+
+    def follow(self, handle: Any) -> None:
+        """After each step: write the plan in force, if it is another one than before. Files of an earlier run go."""
+        if self._num_writes == 0:
+            for name in (PLAN, STEP):
+                with contextlib.suppress(OSError):
+                    (self._folder / name).unlink(missing_ok=True)
+        self._num_writes = max(self._num_writes, 1)
+        if not (isinstance(handle, Tides) and isinstance(handle.source, Autopilot)) or self._num_writes > _MOST_WRITES:
+            return
+        plan, planner = handle.plan, handle.source.planner
+        if plan is None or plan.predicted is None or plan.digest() == self._digest:
+            return
+        assert handle.profile is not None and planner.facts.link is not None
+        known: Any = {"link": planner.facts.link, "has_gradients": handle.source.has_gradients, "costs": HOST_COSTS}
+        played = play(plan, handle.profile, planner.config, **known)
+        self._digest = plan.digest()
+        self._num_writes += 1
+        try:
+            for name, text in ((PLAN, plan.to_json()), (STEP, to_json(played))):
+                partial = self._folder / f".{name}.partial"
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(self._folder / name)
+        except OSError as error:
+            self._num_writes = _MOST_WRITES + 1
+            self._warn(
+                f"lowtide: {self._folder / PLAN} cannot be written: {error.strerror}; training goes on, and its report "
+                "will lack the plan"
+            )
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import NoReturn, Protocol, Self
+from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -76,12 +76,6 @@ class StopRequest:
                 2,
                 f"lowtide: {self.asked.name}: finishing this step, then saving (Ctrl-C twice: end at once)\n".encode(),
             )
-
-
-class Tell(Protocol):
-    """Hears why a run fails."""
-
-    def __call__(self, why: str, *, step: int, rank: int) -> None: ...
 
 
 class Ranks:
@@ -141,18 +135,15 @@ class Ranks:
         gc.collect()
         dist.destroy_process_group()
 
-    def fail(self, error: BaseException, tell: Tell) -> NoReturn:
-        """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank. `tell` hears of
-        the first failure, on its rank."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank."""
         is_expected = isinstance(error, ConfigError | TrainingError | PipelineError)
         text = str(error) if is_expected else f"{type(error).__name__}: {error}"
         if self._watch is None:
-            tell(text, step=self.step, rank=self.rank)
             raise error
         if isinstance(error, PipelineError):
             time.sleep(_VICTIM_SECONDS)  # the rank that failed says why itself, and the watch ends this one
         if self._watch.report():
-            tell(text, step=self.step, rank=self.rank)
             if not is_expected:
                 traceback.print_exception(error)
             place = f"at step {self.step}" if self.step else "while it started"

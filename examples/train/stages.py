@@ -16,7 +16,6 @@ Not covered: data parallelism beside the pipeline, but for that of the experts.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -26,9 +25,8 @@ import torch.distributed as dist
 
 import lowtide
 from examples.train.experts import named, split_for
-from examples.train.progress import PlanRecord, resident_bytes
+from examples.train.progress import PlanRecord
 from examples.train.ranks import Ranks
-from examples.train.step_log import StepLog, shifted
 from lowtide.cluster.layout import split_layers
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
@@ -45,7 +43,6 @@ from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.schedule import Schedule, layers_of_stages
 from lowtide.profiling.fake.trace import trace
-from lowtide.report.rank_step import RankStep
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.optimizer_state import PlacedState
@@ -116,10 +113,6 @@ class RankStages:
         self._pipeline: Pipeline | None = None
         self._engine: Engine | None = None
         self._placed: PlacedState | None = None
-        self._log = StepLog(device, self._memory_now)
-        self._met = 0.0
-        """When all ranks met after their passes, by the clock of this host."""
-        self._place = ranks.rank
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """When the weights are those to begin with: the memory section, and the pipeline."""
@@ -141,7 +134,7 @@ class RankStages:
             ]
         loss = loss_function(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
-        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, log=self._log, **how)
+        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 
     @property
     def layer_counts(self) -> list[int]:
@@ -202,41 +195,6 @@ class RankStages:
         """Of all stages, as one rank computes it. Collective."""
         assert self._pipeline is not None
         return self._pipeline.gradient_norm()
-
-    def meet(self) -> None:
-        """All ranks have just met: what this one did can stand beside what others did."""
-        self._met = time.perf_counter()
-
-    def rank_step(self, step: int) -> RankStep:
-        """What this rank did in the step that is over. Waits for the device."""
-        spans, memory = shifted(self._log.spans(), self._log.memory(), self._met)
-        own = [f"stage {stage}: {_named(self._layers[stage])}" for stage in self.stages]
-        plans = self._plans
-        return RankStep(
-            rank=self._place,
-            step=step,
-            schedule=self._schedule.name,
-            holds="; ".join(own),
-            spans=tuple(spans),
-            memory=tuple(memory),
-            memory_is=self._memory_is,
-            peaks=(),
-            predicted_bytes=None if plans is None else plans.found.peak_bytes,
-            budget_bytes=None if plans is None else plans.budget_bytes,
-        )
-
-    @property
-    def _memory_is(self) -> str:
-        if self._device.type != "cpu":
-            return "bytes of the device's allocator"
-        return "activations, as lowtide counts them" if self._tides else "resident memory of the process"
-
-    def _memory_now(self) -> int | None:
-        if self._device.type != "cpu":
-            return torch.accelerator.memory_allocated(self._device)
-        if self._tides:
-            return sum(tide.live_bytes for tide in self._tides)
-        return resident_bytes()[0]
 
     def plan_record(self, pass_seconds: float) -> PlanRecord | None:
         """Of this rank's plans; None without a budget. `pass_seconds`: what all micro-batches took, waits and all."""

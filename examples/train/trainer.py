@@ -164,8 +164,6 @@ class Trainer:
             self._has_compared = True
         pass_seconds = (time.perf_counter() - start) / self.run.train.grad_accumulation
         loss, asked = self._agree(own_loss, stop)
-        if self.stages is not None:
-            self.stages.meet()
         grad_norm = self._clip()
         self._check_finite(loss, grad_norm)
         self.optimizer.step()
@@ -187,6 +185,7 @@ class Trainer:
             peak_resident_bytes=peak_resident,
             tide=dataclasses.asdict(stats) if stats else None,
             plan=self._plan_record(pass_seconds),
+            device=self.device.type,
         )
         return record, asked
 

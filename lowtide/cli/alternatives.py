@@ -28,9 +28,9 @@ from lowtide.errors import BudgetError, ConfigError
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from lowtide.cli.run_step import Weight
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
-    from lowtide.planner.optimizer_kinds import Weight
     from lowtide.timeline.hardware import Hardware
 
 Grown = Literal["batch", "sequence"]

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.diff import read_plan
-from lowtide.cli.plan import MOST_PROFILE_BYTES, check_writable, write
+from lowtide.cli.plan import check_writable, read_profile, write
 from lowtide.cli.waiting import Waiting, width_of_stdout
-from lowtide.config.source import read_text
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.report.write import check_form
@@ -77,15 +76,10 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Prints, or writes, the setting. Raises `ConfigError` for mistakes."""
-    from lowtide.core.profile import Profile
     from lowtide.report.export import export as setting_of
     from lowtide.timeline.hardware import load_hardware
 
-    plan = read_plan(args.plan)
-    try:
-        profile = Profile.from_json(read_text(args.profile, most_bytes=MOST_PROFILE_BYTES))
-    except ConfigError as error:
-        raise ConfigError(f"--profile: {args.profile}: {str(error).removeprefix(f'{args.profile}: ')}") from None
+    plan, profile = read_plan(args.plan), read_profile(args.profile)
     if args.hardware is None and not profile.is_fake:
         raise ConfigError(
             f"--hardware: the profile was observed on {profile.device}, and says nothing of the link of that machine; "

@@ -16,9 +16,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lowtide.cli.waiting import width_of_stdout
 from lowtide.config.source import read_text
@@ -150,56 +151,48 @@ def _changes(
     return sorted(changes, key=lambda change: -change.nbytes)
 
 
-def _figures(first: Plan, second: Plan) -> Iterable[Figure]:
-    yield Figure(what="plan", first=first.digest(), second=second.digest())
-    yield _bytes("budget", first.budget_bytes, second.budget_bytes)
-    promises = [(plan.predicted, plan) for plan in (first, second)]
-    if any(predicted is not None for predicted, _ in promises):
-        for what, key in (
-            ("peak", "peak_bytes"),
-            ("peak, everything kept", "plain_peak_bytes"),
-            ("floor", "floor_bytes"),
-        ):
-            yield _bytes(what, *(None if p is None else getattr(p, key) for p, _ in promises))
-        for what, key in (
-            ("step", "step_seconds"),
-            ("step, everything kept", "plain_seconds"),
-            ("stalls", "stall_seconds"),
-            ("recompute", "recompute_seconds"),
-        ):
-            yield _seconds(what, *(None if p is None else getattr(p, key) for p, _ in promises))
-    for fate in Fate:
-        yield _bytes(
-            {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}[fate],
-            *(
-                sum(s.nbytes for s in plan.sites if s.fate is fate and s.retained_input is None)
-                for plan in (first, second)
-            ),
-        )
-    yield Figure(what="layers", first=str(len(first.layers)), second=str(len(second.layers)))
-    yield _bytes("min_bytes", first.min_bytes, second.min_bytes)
-    yield Figure(what="loss", first=first.loss, second=second.loss)
-    yield _bytes("optimizer state elsewhere", _moved(first), _moved(second))
+def _promised(key: str) -> Callable[[Plan], Any]:
+    return lambda plan: None if plan.predicted is None else getattr(plan.predicted, key)
+
+
+def _with_fate(fate: Fate) -> Callable[[Plan], int]:
+    return lambda plan: sum(s.nbytes for s in plan.sites if s.fate is fate and s.retained_input is None)
 
 
 def _moved(plan: Plan) -> int | None:
     return 0 if plan.optimizer is None else plan.optimizer.moved_bytes
 
 
-def _bytes(what: str, first: int | None, second: int | None) -> Figure:
-    texts = [_ABSENT if value is None else format_bytes(value) for value in (first, second)]
-    change = ""
-    if first is not None and second is not None and first != second:
-        change = f"{'+' if second > first else ''}{format_bytes(second - first)}"
-    return Figure(what=what, first=texts[0], second=texts[1], change=change)
+_PROMISES = (
+    ("peak", format_bytes, _promised("peak_bytes")),
+    ("peak, everything kept", format_bytes, _promised("plain_peak_bytes")),
+    ("floor", format_bytes, _promised("floor_bytes")),
+    ("step", format_seconds, _promised("step_seconds")),
+    ("step, everything kept", format_seconds, _promised("plain_seconds")),
+    ("stalls", format_seconds, _promised("stall_seconds")),
+    ("recompute", format_seconds, _promised("recompute_seconds")),
+)
+_DECISIONS = (
+    ("kept", format_bytes, _with_fate(Fate.KEEP)),
+    ("swapped", format_bytes, _with_fate(Fate.SWAP)),
+    ("recomputed", format_bytes, _with_fate(Fate.RECOMPUTE)),
+    ("layers", str, lambda plan: len(plan.layers)),
+    ("min_bytes", format_bytes, lambda plan: plan.min_bytes),
+    ("loss", str, lambda plan: plan.loss),
+    ("optimizer state elsewhere", format_bytes, _moved),
+)
 
 
-def _seconds(what: str, first: float | None, second: float | None) -> Figure:
-    texts = [_ABSENT if value is None else format_seconds(value) for value in (first, second)]
-    change = ""
-    if first is not None and second is not None and texts[0] != texts[1]:
-        change = f"{'+' if second > first else ''}{format_seconds(second - first)}"
-    return Figure(what=what, first=texts[0], second=texts[1], change=change)
+def _figures(first: Plan, second: Plan) -> Iterator[Figure]:
+    rows: list[Any] = [("plan", str, Plan.digest), ("budget", format_bytes, lambda plan: plan.budget_bytes)]
+    rows += _PROMISES if first.predicted is not None or second.predicted is not None else ()
+    for what, form, value_of in (*rows, *_DECISIONS):
+        values = [value_of(plan) for plan in (first, second)]
+        texts = [_ABSENT if value is None else form(value) for value in values]
+        change = ""
+        if form is not str and None not in values and texts[0] != texts[1]:
+            change = f"{'+' if values[1] > values[0] else ''}{form(values[1] - values[0])}"
+        yield Figure(what=what, first=texts[0], second=texts[1], change=change)
 
 
 _MOST_BYTES = 1 << 28

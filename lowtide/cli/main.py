@@ -53,7 +53,6 @@ COMMANDS = {
         module="lowtide.cli.explain", help="say what recompute_config and swap_config mean, layer by layer"
     ),
     "export": Command(module=_SHORT, help="say a plan in the words of another framework"),
-    "glossary": Command(module="lowtide.cli.glossary", help="say what a word of the output means"),
     "plan": Command(module="lowtide.cli.plan", help="find the fastest plan within a budget, without running a step"),
     "profile": Command(module="lowtide.cli.profile", help="look at one training step, and save what was seen"),
     "report": Command(module=_SHORT, help="write what a run did as one HTML file, a trace or data"),

@@ -6,14 +6,13 @@ The model of the run file is traced with fake tensors, or a profile that `lowtid
 plan, or with `--json` one JSON document; stderr says what takes longer than a second. Exit status: 0, or 2 for a
 mistake in the settings and for a budget that no plan fits.
 With a section `parallel`, or `--devices`, it is a plan for a cluster (plan_cluster.py); with `parallel.shard`
-it is that of one of the ranks that share the parameters (plan_sharded.py).
+it is that of one of the ranks that share the parameters.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import sys
@@ -22,34 +21,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from lowtide.cli import alternatives, plan_cluster, plan_sharded
+from lowtide.cli import alternatives, plan_cluster
 from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
-from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, Settled, check_unit
+from lowtide.config.memory import MemoryConfig, Settled, check_unit
 from lowtide.config.run import OptimizerKind, RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.text_table import wrapped
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.report.budget_sweep import OptimizerForecast, forecast_lines, in_backward_lines, optimizer_forecast
+from lowtide.report.budget_sweep import in_backward_lines
 from lowtide.report.write import check_form, write_report
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from lowtide.cli.plan_sharded import Network
+    from lowtide.cli.run_step import Weight
     from lowtide.core.decisions import AccountLine
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
-    from lowtide.planner.optimizer_kinds import Weight
     from lowtide.report.budget_sweep import SweptBudget
     from lowtide.report.played_step import Curve
     from lowtide.timeline.hardware import Hardware
     from lowtide.timeline.step import Link
 
 _MAX_CURVE_POINTS = 1024
-_WORDS = "what a word means: lowtide glossary, or lowtide glossary WORD"
-MOST_PROFILE_BYTES = 256 * MIB
+_MOST_PROFILE_BYTES = 256 * MIB
 _PLACES = ("keep", "swap", "auto")
 
 
@@ -94,14 +91,14 @@ def run(args: argparse.Namespace) -> int:
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
-        weights = _weights(settings, args, profile, waiting)
+        if args.profile is not None:
+            _refuse_other_model(settings, profile)
         rank = None
         if settings.is_sharded:
-            rank = plan_sharded.rank_of(settings, args, profile)
+            rank = plan_cluster.sharded_rank(settings, args, profile)
             profile = rank.profile
         from lowtide.cli.run_step import changes_of
         from lowtide.planner.plan_profile import plan_profile
-        from lowtide.planner.presets import plan_settled
         from lowtide.report.budget_sweep import budget_sweep
         from lowtide.report.played_step import play
 
@@ -116,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         told: Any = {"progress": lambda text: waiting.say(f"planning: {text}")}
         if args.profile is None and rank is None:
             told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
-        plan = plan_settled(settled, functools.partial(plan_profile, profile, memory, **shared, **told), lines.append)
+        plan = plan_profile(profile, memory, budget_bytes=settled.budget_bytes, **shared, **told)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         curve = play(plan, profile, memory, **kind).curve if args.json else None
         if args.report is not None:
@@ -125,16 +122,17 @@ def run(args: argparse.Namespace) -> int:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if rank is None else rank.network(plan)
-        forecast = _forecast(plan, profile, weights if rank is None else rank.shards_of(weights))
         freed = _account_in_backward(settings, memory, profile, link) if rank is None else ()
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
-        more = _more(lines, forecast, freed)
-        print(json.dumps(_document(plan, profile, rungs, curve, network) | more))
+        document = _document(plan, profile, rungs, curve) | _more(lines, freed)
+        document |= {} if rank is None or network is None else {"network": rank.document(network)}
+        print(json.dumps(document))
     else:
-        lines += _lines(plan, profile, rungs=rungs, network=network, forecast=forecast)
-        print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link), "", _WORDS], width_of_stdout())))
+        told_of_network = [] if rank is None or network is None else ["", *rank.lines(network)]
+        lines += _lines(plan, profile, rungs, told_of_network)
+        print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link)], width_of_stdout())))
     return 0
 
 
@@ -167,6 +165,8 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
     plan, error = None, None
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("loading torch")
+        from lowtide.cli.run_step import weights_of_run
+
         hardware = _hardware(settings, args)
         settled = settings.memory.settled(lambda: _memory_of(settings, args))
         planner = _PlanMaker(settled, hardware, waiting)
@@ -183,7 +183,8 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
             except BudgetError as refused:
                 error = refused
                 rows.append(step.refused(error))
-        weights = _weights(step.run, args, step.plain, waiting)
+        waiting.say("counting the weights")
+        weights = weights_of_run(step.run, step.plain.layers)
         if args.report is not None and plan is not None:
             planner.draw(plan, args.report)
         elsewhere = _elsewhere(step, settled, weights, args)
@@ -238,7 +239,6 @@ class _PlanMaker:
         """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
         from lowtide.cli.run_step import changes_of, trace_run
         from lowtide.planner.plan_profile import plan_profile
-        from lowtide.planner.presets import plan_settled
 
         if self._traced is None or self._traced[0] != run:
             self._traced = run, trace_run(run, self._hardware, say=self._waiting.say)
@@ -249,9 +249,7 @@ class _PlanMaker:
             return plan_profile(profile, self._settled.config, budget_bytes=budget_bytes, with_suggestions=False, **how)
         self._waiting.say("planning")
         how["changes"] = tuple(changes_of(run, self._hardware, profile))
-        return plan_settled(
-            self._settled, functools.partial(plan_profile, profile, self._settled.config, **how), lambda line: None
-        )
+        return plan_profile(profile, self._settled.config, budget_bytes=self._settled.budget_bytes, **how)
 
     def draw(self, plan: Plan, path: Path) -> None:
         """The report of the last plan."""
@@ -263,27 +261,16 @@ class _PlanMaker:
         write_report(report, path)
 
 
-def _weights(settings: RunConfig, args: argparse.Namespace, profile: Profile, waiting: Waiting) -> list[Weight]:
-    """The parameters of the run's model. Raises `ConfigError` for a saved profile of another model."""
-    waiting.say("counting the weights")
+def _refuse_other_model(settings: RunConfig, profile: Profile) -> None:
+    """A saved profile says how many bytes of weights its model has."""
     from lowtide.cli.run_step import weights_of_run
 
-    weights = weights_of_run(settings, profile.layers)
-    run_bytes = sum(weight.nbytes for weight in weights)
-    if args.profile is not None and profile.state.parameters != run_bytes:
+    run_bytes = sum(weight.nbytes for weight in weights_of_run(settings, profile.layers))
+    if profile.state.parameters != run_bytes:
         raise ConfigError(
             f"--profile: it is of a model with {profile.state.parameters:,} bytes of weights, the run's has "
             f"{run_bytes:,}; profile the run again"
         )
-    return weights
-
-
-def _forecast(plan: Plan, profile: Profile, weights: Sequence[Weight]) -> tuple[OptimizerForecast, ...]:
-    """Of a step whose optimizer stays on the device."""
-    if plan.optimizer is not None:
-        return ()
-    assert plan.predicted is not None
-    return optimizer_forecast(plan.predicted, profile.state, weights)
 
 
 def _account_in_backward(
@@ -299,10 +286,9 @@ def _account_in_backward(
     return account_in_backward(profile, dataclasses.replace(memory, host_budget=left), link)
 
 
-def _more(came_from: Sequence[str], kinds: Sequence[OptimizerForecast], freed: Sequence[AccountLine]) -> dict[str, Any]:
+def _more(came_from: Sequence[str], freed: Sequence[AccountLine]) -> dict[str, Any]:
     """What is said beyond the plan, as JSON."""
     more: dict[str, Any] = {"budget_came_from": came_from} if came_from else {}
-    more |= {"optimizers": [dataclasses.asdict(kind) for kind in kinds]} if kinds else {}
     return more | ({"in_backward": [dataclasses.asdict(line) for line in freed]} if freed else {})
 
 
@@ -345,8 +331,6 @@ def memory_with(settings: RunConfig, path: str | os.PathLike[str], args: argpars
         changes["optimizer"] = args.optimizer
     elif args.optimizer is not None and args.model is None:
         raise ConfigError(f"--optimizer: {args.optimizer} goes with --model; in a run file write it as train.optimizer")
-    if args.budget is not None and memory.preset is not None:
-        raise ConfigError(f"{memory.locations.of('preset')}: 'memory.preset' {PRESET_BESIDE_BUDGET} (--budget)")
     if changes.get("budget") == 0:
         raise ConfigError(NO_BYTES)
     memory = dataclasses.replace(memory, **changes)
@@ -390,7 +374,6 @@ def _amount(option: str, text: str, parse: Callable[[str], Budget]) -> Budget:
 
 
 def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Waiting) -> tuple[Profile, Link]:
-    from lowtide.core.profile import Profile
     from lowtide.timeline.hardware import load_hardware
 
     hardware = load_hardware(args.hardware) if args.hardware is not None else None
@@ -400,11 +383,7 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
 
         device = _hardware(settings, args)
         return trace_run(settings, device, say=waiting.say), device.link
-    text = read_text(args.profile, most_bytes=MOST_PROFILE_BYTES, where="--profile: ")
-    try:
-        profile = Profile.from_json(text)
-    except ConfigError as error:
-        raise ConfigError(f"--profile: {args.profile}: {error}") from None
+    profile = read_profile(args.profile)
     shape = [settings.train.batch_size, settings.data.sequence_length]
     batch = f"input_ids=int64{shape}, labels=int64{shape}"
     if profile.batch != batch:
@@ -417,6 +396,17 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     from lowtide.cli.run_step import link_of_device
 
     return profile, link_of_device(settings, profile.device)
+
+
+def read_profile(path: Path) -> Profile:
+    """What `lowtide profile` saved."""
+    from lowtide.core.profile import Profile
+
+    text = read_text(path, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
+    try:
+        return Profile.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"--profile: {path}: {error}") from None
 
 
 def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
@@ -467,21 +457,12 @@ def _stdout_kept_clean() -> Iterator[None]:
 # -- what is printed -----------------------------------------------------------------------------------------------
 
 
-def _lines(
-    plan: Plan,
-    profile: Profile,
-    *,
-    rungs: tuple[SweptBudget, ...],
-    network: Network | None,
-    forecast: Sequence[OptimizerForecast],
-) -> list[str]:
+def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], network: Sequence[str]) -> list[str]:
     from lowtide.core.plan import plan_table
     from lowtide.report.budget_sweep import sweep_lines
 
     width = width_of_stdout()
-    lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines()]
-    if network is not None:
-        lines += ["", *network.lines()]
+    lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines(), *network]
     if profile.hidden:
         hidden_bytes = sum(entry.nbytes for entry in profile.hidden)
         lines += [
@@ -489,38 +470,18 @@ def _lines(
             f"{format_bytes(hidden_bytes)} more stay from forward to backward in custom functions, out of reach:",
         ]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    lines += ["", "what other budgets would give", *sweep_lines(rungs, width)]
-    if forecast:
-        lines += ["", *forecast_lines(forecast, profile.state, width)]
-    return lines
+    return [*lines, "", "what other budgets would give", *sweep_lines(rungs, width)]
 
 
-def _document(
-    plan: Plan,
-    profile: Profile,
-    rungs: tuple[SweptBudget, ...],
-    curve: Curve | None,
-    network: Network | None,
-) -> dict[str, Any]:
+def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None) -> dict[str, Any]:
     assert curve is not None
-    document: dict[str, Any] = {
+    return {
         "model": profile.model,
         "batch": profile.batch,
         "device": profile.device,
         "is_fake": profile.is_fake,
         "plan": json.loads(plan.to_json()),
-        "budgets": [
-            {
-                "budget_bytes": swept.budget_bytes,
-                "is_requested": swept.is_requested,
-                **dataclasses.asdict(swept.predicted),
-            }
-            for swept in rungs
-        ],
+        "budgets": [swept.document() for swept in rungs],
         "hidden": [dataclasses.asdict(entry) for entry in profile.hidden],
         "curve": curve.thinned(_MAX_CURVE_POINTS),
     }
-    if network is not None:
-        flat = dataclasses.asdict(network)
-        document["network"] = flat | flat.pop("step")
-    return document

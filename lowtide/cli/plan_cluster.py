@@ -3,14 +3,22 @@
 What: made instead of a plan for one device if the run file has a section `parallel`, or with `--devices`. Sizes that
 the section has are kept, the others are searched. Of the model only its config is read. stdout has the plan, or with
 `--json` one JSON document; `--export` writes it for another system as well.
+
+With `parallel: {shard: fsdp2, data: 8}` it is one rank of a fully sharded model (`sharded_rank`): the traced step of
+the whole model becomes that of one rank (cluster/sharded.py), is planned as a step of one device is, and the plan's
+step is played with its gathers and reductions on a network lane.
+Not covered there: profiles of real steps (they have their collectives in them); recipes that would read a parameter
+while it is in shards, which the runtime refuses; and the network while the plan is made. Layers that run again hide
+more of the network than a plain step does; the printed step counts that, the choice of the plan does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide.cli.waiting import Waiting
 from lowtide.config.memory import MemoryConfig
@@ -18,14 +26,19 @@ from lowtide.config.run import ParallelConfig, RunConfig
 from lowtide.core.budget import parse_budget, settle
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
+from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
     from lowtide.cluster.search import ClusterPlan, Question
+    from lowtide.cluster.sharded import NetworkStep, Sharding
+    from lowtide.core.plan import Plan
+    from lowtide.core.profile import Profile
     from lowtide.timeline.cluster import Cluster
     from lowtide.timeline.hardware import Hardware
 
 _ONE_DEVICE_ONLY = ("profile", "out", "host_budget")
 _EXPORTS = ("mindformers", "megatron", "mindspeed")
+_NO_HARDWARE = "--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file"
 NO_BYTES = "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"
 
 
@@ -79,7 +92,7 @@ def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
 
     config = settings.parallel or ParallelConfig()
     if args.hardware is None:
-        raise ConfigError("--hardware: say for which device: --hardware h100, ascend910b, ... or a TOML file")
+        raise ConfigError(_NO_HARDWARE)
     hardware = load_hardware(args.hardware)
     cluster = load_cluster(args.cluster or config.cluster or args.hardware)
     if config.precision == "fp8" and "float8" not in hardware.flops_per_second:
@@ -175,3 +188,88 @@ def _fates(memory: MemoryConfig) -> tuple[Fate, ...]:
         return (Fate.SWAP,)
     swap = () if memory.swap == "none" else (Fate.SWAP,)
     return (Fate.KEEP, *swap, *(() if memory.recompute == "none" else (Fate.RECOMPUTE,)))
+
+
+# -- one rank of a fully sharded model ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedRank:
+    """One of the ranks that share the parameters."""
+
+    profile: Profile
+    """Its bytes are those of this rank."""
+    whole: Profile
+    layer_bytes: dict[str, int]
+    sharding: Sharding
+    cluster: Cluster
+    hardware: Hardware
+
+    def network(self, plan: Plan) -> NetworkStep:
+        """The step that the plan makes, with the network."""
+        from lowtide.cluster.sharded import play_network
+        from lowtide.planner.rerun_layers import run_again
+
+        assert plan.predicted is not None
+        again = [
+            rule.pattern.text
+            for rule in plan.rules.rules
+            if rule.fate is Fate.RECOMPUTE and rule.pattern.text in self.whole.layers
+        ]
+        step = run_again(self.whole, again)
+        played = play_network(step, self.layer_bytes, self.sharding, self.cluster, self.hardware)
+        seconds = plan.predicted.step_seconds + played.step_seconds - sum(step.op_seconds)
+        return dataclasses.replace(played, step_seconds=seconds)
+
+    def document(self, step: NetworkStep) -> dict[str, Any]:
+        """As plain data."""
+        sharding = self.sharding
+        whose = {"ranks": sharding.ranks, "replicas": sharding.replicas, "cluster": self.cluster.name}
+        return whose | dataclasses.asdict(step)
+
+    def lines(self, step: NetworkStep) -> list[str]:
+        replicas = f", {self.sharding.replicas} replicas" if self.sharding.replicas > 1 else ""
+        return [
+            f"fully sharded over {self.sharding.ranks} ranks{replicas} (cluster {self.cluster.name}): "
+            f"step {format_seconds(step.step_seconds)} "
+            f"with gathers and reductions of {format_seconds(step.network_seconds)}",
+            f"  {format_seconds(step.exposed_seconds)} of them are waited for, slow compute by "
+            f"{format_seconds(step.slowed_seconds)}, copies of buffers {format_seconds(step.copy_seconds)}",
+        ]
+
+
+def sharded_rank(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> ShardedRank:
+    """One of the ranks that share the model. Raises `ConfigError` for what cannot be planned so."""
+    from lowtide.cli.run_step import layer_bytes, sharding_of
+    from lowtide.cluster.sharded import sharded_profile
+    from lowtide.timeline.cluster import load_cluster
+    from lowtide.timeline.hardware import load_hardware
+
+    config = settings.parallel
+    assert config is not None
+    if config.data is None:
+        raise ConfigError(
+            f"{config.place_of('shard')}: 'parallel.shard' is planned for a number of ranks; write e.g. data: 8"
+        )
+    if config.tensor not in (None, 1):
+        settings.fail(
+            "parallel.tensor",
+            f"'parallel.tensor' is {config.tensor}, and a plan beside 'shard' is of whole products in this version; "
+            "leave it out to plan, or let lowtide train observe a step of such a rank",
+        )
+    if args.profile is not None:
+        raise ConfigError(
+            "--profile: it is of one device, and ranks that share the parameters are planned; leave it out"
+        )
+    if args.hardware is None:
+        raise ConfigError(_NO_HARDWARE)
+    sharding = sharding_of(settings, config.data, config.replicas or 1)
+    sizes = layer_bytes(settings, whole.layers)
+    return ShardedRank(
+        profile=sharded_profile(whole, sizes, sharding),
+        whole=whole,
+        layer_bytes=sizes,
+        sharding=sharding,
+        cluster=load_cluster(args.cluster or config.cluster or args.hardware),
+        hardware=load_hardware(args.hardware),
+    )

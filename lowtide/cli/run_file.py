@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from lowtide.config.loader import Locations, load_tree
-from lowtide.config.memory import PRESET_OF_STAGES, MemoryConfig
+from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import (
     DataConfig,
     DType,
@@ -136,7 +136,7 @@ def _without_sections(root: RawValue) -> RawValue:
 def _check_beside_sections(file: _RunFile) -> None:
     """Beside the two sections, `memory` says where bytes may go, not what happens to them."""
     memory = file.memory
-    for key in ("budget", "preset", "recompute", "swap", "keep") if memory is not None else ():
+    for key in ("budget", "recompute", "swap", "keep") if memory is not None else ():
         if getattr(memory, key) not in (None, ()):
             raise ConfigError(
                 f"{file.places.of(f'memory.{key}')}: 'memory.{key}' cannot stand beside recompute_config and "
@@ -187,8 +187,6 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
 
 def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoReturn]) -> None:
     """What the plans for the stages of a pipeline do not know of."""
-    if memory.preset not in (None, "fastest"):
-        fail("memory.preset", f"'memory.preset' {PRESET_OF_STAGES.format(memory.preset)}")
     if memory.slices_loss["must"]:
         fail("memory.loss", "'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model")
     if memory.mlp is not None:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,14 +28,12 @@ from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import sliced_where
 from lowtide.planner.advice import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
-from lowtide.planner.optimizer_kinds import Weight
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
 
 if TYPE_CHECKING:
-    from lowtide.core.profile import Profile
-    from lowtide.timeline.hardware import Hardware
+    from lowtide.cluster.sharded import Sharding
 
 Say = Callable[[str], None]
 
@@ -133,6 +132,18 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
         return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One parameter."""
+
+    count: int
+    """Elements."""
+    nbytes: int
+    is_in_layer: bool
+    """Inside a repeated block; else it is an embedding, a head or a norm at the end."""
+    is_trained: bool
+
+
 def weights_of_run(run: RunConfig, layers: Sequence[str]) -> list[Weight]:
     """The parameters of the run's model, which is built without memory."""
     with torch.device("meta"):
@@ -140,8 +151,8 @@ def weights_of_run(run: RunConfig, layers: Sequence[str]) -> list[Weight]:
     heads = tuple(f"{name}." for name in layers)
     return [
         Weight(
-            shape=tuple(p.shape),
-            element_bytes=p.element_size(),
+            count=p.numel(),
+            nbytes=p.nbytes,
             is_in_layer=name.startswith(heads),
             is_trained=p.requires_grad,
         )
@@ -246,8 +257,15 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
 
 
 def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
-    from lowtide.cluster.sharded import Sharding, sharded_profile
+    from lowtide.cluster.sharded import sharded_profile
+
+    return sharded_profile(whole, layer_bytes(run, whole.layers), sharding_of(run, ranks))
+
+
+def sharding_of(run: RunConfig, ranks: int, replicas: int = 1) -> Sharding:
+    """The run's parameters over so many ranks, of which each replica has as many."""
+    from lowtide.cluster.sharded import Sharding
 
     width = 2 if run.model.dtype == "bfloat16" else 4
-    sharding = Sharding(ranks=ranks, stored_width=width, gathered_width=width, reduced_width=width)
-    return sharded_profile(whole, layer_bytes(run, whole.layers), sharding)
+    each: Any = {"stored_width": width, "gathered_width": width, "reduced_width": width}
+    return Sharding(ranks=ranks // replicas, replicas=replicas, **each)

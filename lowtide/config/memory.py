@@ -11,7 +11,6 @@
       check: full                              # full | deep: how what is recomputed is proven
 
       budget: 20GiB                          # or 90%, or auto: peak device bytes per rank; the solver decides the rest
-      preset: balanced                       # instead of a budget: fastest | balanced | smallest
       strict: true                           # BudgetError for shapes that no plan fits, not the smallest plan
 
       loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit;
@@ -34,7 +33,7 @@ from typing import Any, ClassVar, Literal
 
 from lowtide.config.loader import BudgetSize, ByteSize, FieldError, Locations, load_mapping, load_yaml
 from lowtide.config.source import RawValue, read_yaml
-from lowtide.core.budget import Budget, DeviceMemory, Preset, settle
+from lowtide.core.budget import Budget, DeviceMemory, settle
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
@@ -42,8 +41,6 @@ from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.units import KIB, MIB
 
-PRESET_BESIDE_BUDGET = "chooses a budget by itself; leave the preset or the budget out"
-PRESET_OF_STAGES = "cannot be {} beside a pipeline yet; write preset: fastest, or a budget such as 20GiB or 90%"
 _ELSEWHERE = OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it")
 _RUN_SECTIONS = {"model", "data", "train", "parallel", "pipeline"}
 """Sections that stand beside `memory` in a run file."""
@@ -86,9 +83,6 @@ class MemoryConfig:
 
     budget: BudgetSize | None = None
     """Peak device bytes; `90%` of what the device has; or `auto`, what it has less a headroom (core/budget.py)."""
-    preset: Preset | None = None
-    """Instead of a budget, what to plan for within `auto` (planner/presets.py). fastest: keep all that fits. smallest:
-    the least peak that can be planned. balanced: the knee of the curve of time over memory between the two."""
     host_budget: ByteSize | None = None
     """Cap on host bytes for swapped activations and optimizer state; absent = what the cgroup and the machine allow."""
     disk_budget: ByteSize | None = None
@@ -127,8 +121,6 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         if self.budget == 0:
             raise FieldError("budget", "must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out")
-        if self.preset is not None and self.budget is not None:
-            raise FieldError("preset", PRESET_BESIDE_BUDGET)
         for key in ("recompute", "swap"):
             if not self.has_budget and getattr(self, key) == "auto":
                 raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
@@ -145,18 +137,17 @@ class MemoryConfig:
     @property
     def has_budget(self) -> bool:
         """Whether there is something to plan for."""
-        return self.budget is not None or self.preset is not None
+        return self.budget is not None
 
     def settled(self, memory: Callable[[], DeviceMemory]) -> Settled:
         """The same section with its budget in bytes, for a device with that `memory`. `memory` is called only if the
-        budget is a share or `auto`. There must be a budget or a preset. Raises `ConfigError` for one of no bytes."""
-        assert self.has_budget
+        budget is a share or `auto`. There must be a budget. Raises `ConfigError` for one of no bytes."""
+        assert self.budget is not None
         if isinstance(self.budget, int):
             return Settled(config=self, budget_bytes=self.budget)
-        budget_bytes, line = settle(self.budget or "auto", memory())
-        config = dataclasses.replace(self, budget=budget_bytes, preset=None)
-        line = line if self.preset is None else f"preset {self.preset}, within {line}"
-        return Settled(config=config, budget_bytes=budget_bytes, preset=self.preset, line=line)
+        budget_bytes, line = settle(self.budget, memory())
+        config = dataclasses.replace(self, budget=budget_bytes)
+        return Settled(config=config, budget_bytes=budget_bytes, line=line)
 
     @property
     def recomputes_freely(self) -> bool:
@@ -201,10 +192,8 @@ class Settled:
     """A `memory` section whose budget is bytes."""
 
     config: MemoryConfig
-    """Its `budget` is `budget_bytes`, and its `preset` is None."""
+    """Its `budget` is `budget_bytes`."""
     budget_bytes: int
-    preset: Preset | None = None
-    """What to plan for within that budget; None: the fastest."""
     line: str = ""
     """How the budget came about, for people; empty where it was written as bytes."""
 

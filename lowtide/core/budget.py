@@ -2,7 +2,7 @@
 
 What: `20GiB` is bytes. `90%` is that share of the memory that the device has. `auto` is what the device has for this
 rank now, less a headroom. `parse_budget` reads them; `settle` does the arithmetic on a `DeviceMemory` and says it in
-one line. Presets name a goal instead of a budget: `Preset`, and planner/presets.py.
+one line.
 
 Why a headroom: a driver's context, workspaces of libraries, and free blocks that do not fit are in no plan.
 Why plain numbers: a budget that was planned for is bytes. What was written is not stored, so that a plan means the same
@@ -22,7 +22,6 @@ from typing import Literal
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, parse_bytes
 
-Preset = Literal["fastest", "balanced", "smallest"]
 HEADROOM = Fraction(1, 20)
 """The share of the device's memory that `auto` leaves free."""
 

@@ -8,8 +8,8 @@ The rank that fails writes a `FailureNote` into the store of the job; the others
 it. What is written first stays, so that all ranks name the same cause, and none names a rank that ended only because
 another had.
 Cost: one small collective each; one look into the store for each `POLL_SECONDS` that a rank waits. Not covered: shapes
-that stages pass on (stage_call.py); a rank that never comes; a rank that is killed writes nothing, and the rank that
-waited for it sees its connection close, and writes.
+that stages pass on, which the first forward finds; a rank that never comes; a rank that is killed writes nothing, and
+the rank that waited for it sees its connection close, and writes.
 """
 
 from __future__ import annotations

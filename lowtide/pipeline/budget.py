@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lowtide.config.memory import PRESET_OF_STAGES, MemoryConfig, plan_from_rules
+from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.plan import Plan
 from lowtide.core.profile import StateBytes
@@ -101,7 +101,6 @@ def fit_stages(
     placed = PlacedState(optimizer, chosen, "fit_stages")
     try:
         config = ranks.all_do("its settings", lambda: _with_state_that_can_move(config, placed))
-        pipeline.try_stages(inputs)
         device = next((parameter.device for parameter in own.parameters()), torch.device("cpu"))
         seen = ranks.all_do("the step that is observed", lambda: observe_stages(pipeline, inputs, targets))
         if any(gather(any(chunk.exchanges for chunk in seen.values()), ranks.group)):
@@ -209,11 +208,6 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
                 "pipeline: a budget can be planned for pairs that lowtide.pipeline.Overlap carries out; of another "
                 "run_pair nobody knows what is computed at the same time. Give Overlap().run_pair, or leave it out"
             )
-        if overlap.fill is not None:
-            raise ConfigError(
-                "pipeline: a budget cannot be planned for an Overlap with fill=, since what that holds is not "
-                "observed; leave fill out"
-            )
     for stage, module in pipeline.stages.items():
         if fsdp_modules(module):
             raise ConfigError(
@@ -225,8 +219,6 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
             "pipeline: a budget cannot be planned for a loss with weights, since they are in no stage; make what has "
             "them the end of the last stage"
         )
-    if config.preset not in (None, "fastest"):
-        raise ConfigError(f"memory.preset: {PRESET_OF_STAGES.format(config.preset)}")
     if config.slices_loss["must"]:
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"
@@ -299,33 +291,6 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 # -- follow ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSummary:
-    """What one stage does, for people. Plain, so that it can travel."""
-
-    rank: int
-    stage: int
-    num_live: int
-    """Chunks in flight at most."""
-    held_bytes: int
-    """The most that each of them holds."""
-    saved_bytes: int
-    """What each of them saves."""
-    digest: str
-    seconds: float
-    plain_seconds: float
-    peak_bytes: int
-    """Of the rank."""
-
-    def __str__(self) -> str:
-        return (
-            f"lowtide: rank {self.rank}, stage {self.stage}: plan {self.digest}: of {self.num_live} in flight each "
-            f"holds at most {format_bytes(self.held_bytes)} of {format_bytes(self.saved_bytes)}; micro-batch "
-            f"{format_seconds(self.seconds)} for {format_seconds(self.plain_seconds)}; peak of the rank "
-            f"{format_bytes(self.peak_bytes)}"
-        )
-
-
 def _plan_of_state(found: RankPlan, config: MemoryConfig) -> Plan:
     """Where the optimizer's state goes, and what that may take."""
     return Plan(
@@ -363,15 +328,15 @@ class StagePlans:
             self.remove()
             raise
         self.summaries = self._summaries(task)
-        """Of the stages of this rank; after `told` of all stages of the pipeline, in their order."""
+        """By stage, what is said of it: of this rank's; after `told` of all stages of the pipeline."""
 
     def told(self, say: Say | None) -> StagePlans:
         """All ranks hear of all plans. Collective. Gives itself back."""
         everywhere = gather(self.summaries, self._pipeline.group)
-        self.summaries = sorted((each for own in everywhere for each in own), key=lambda summary: summary.stage)
-        for summary in self.summaries if say is not None else ():
+        self.summaries = dict(sorted(each for own in everywhere for each in own.items()))
+        for text in self.summaries.values() if say is not None else ():
             assert say is not None
-            say(str(summary))
+            say(text)
         return self
 
     @property
@@ -402,21 +367,18 @@ class StagePlans:
         high = weights + num_live * self.found.held_bytes[stage] + own + task.budget_bytes - self.found.peak_bytes
         return high + high // _HEADROOM + 1
 
-    def _summaries(self, task: RankTask) -> list[StageSummary]:
-        return [
-            StageSummary(
-                rank=self._pipeline.rank,
-                stage=stage,
-                num_live=max(moment.num_of(stage) for moment in task.moments),
-                held_bytes=self.found.held_bytes[stage],
-                saved_bytes=chunk.profile.saved_bytes + chunk.input_bytes,
-                digest=self.plans[stage].digest(),
-                seconds=self.found.step_seconds[stage],
-                plain_seconds=sum(chunk.profile.op_seconds),
-                peak_bytes=self.found.peak_bytes,
+    def _summaries(self, task: RankTask) -> dict[int, str]:
+        found, texts = self.found, {}
+        for stage, chunk in task.chunks.items():
+            num_live = max(moment.num_of(stage) for moment in task.moments)
+            saved_bytes = chunk.profile.saved_bytes + chunk.input_bytes
+            texts[stage] = (
+                f"lowtide: rank {self._pipeline.rank}, stage {stage}: plan {found.plans[stage].digest()}: "
+                f"of {num_live} in flight each holds at most {format_bytes(found.held_bytes[stage])} "
+                f"of {format_bytes(saved_bytes)}; micro-batch {format_seconds(found.step_seconds[stage])} for "
+                f"{format_seconds(sum(chunk.profile.op_seconds))}; peak of the rank {format_bytes(found.peak_bytes)}"
             )
-            for stage, chunk in task.chunks.items()
-        ]
+        return texts
 
     @contextlib.contextmanager
     def audit(self) -> Iterator[LiveBytes]:

@@ -22,11 +22,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,9 +66,8 @@ from lowtide.pipeline.schedule import (
     Schedule,
     carried_by,
     made_by,
-    receive_of,
 )
-from lowtide.pipeline.stage_call import LiveChunk, Tensors, try_stages
+from lowtide.pipeline.stage_call import LiveChunk, Tensors
 from lowtide.pipeline.torch_stage import keep_whole, runtime_of, walk
 from lowtide.pipeline.transport import GroupTransport
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
@@ -80,23 +78,6 @@ Half = Callable[[], None]
 """A forward or a backward, with what it needs at hand. It sends its own result."""
 RunPair = Callable[[Half | None, Half | None], None]
 """Carries out a forward and a backward; None stands for a half that has no partner."""
-Waited = TypeVar("Waited")
-
-
-class StepLog(Protocol):
-    """Notes what a step of one rank does, and when."""
-
-    def clear(self) -> None:
-        """A step begins."""
-
-    def mark(self) -> Any:
-        """Now, for what computes."""
-
-    def computed(self, action: AnyAction, start: Any, /) -> None:
-        """`action` began at a mark and is over, as far as the host can see."""
-
-    def passed(self, lane: str, name: str, start: float, end: float, /) -> None:
-        """A wait or a message, by the host's clock (`time.perf_counter`). Called by several threads."""
 
 
 def one_after_the_other(forward: Half | None, backward: Half | None) -> None:
@@ -118,17 +99,16 @@ class Pipeline:
         group: Any = None,
         weight_gradients: WeightGradients | None = None,
         run_pair: RunPair = one_after_the_other,
-        log: StepLog | None = None,
         tied: Sequence[Tie] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """schedule: with transfers or without. stages: those of this rank, by number. loss: of the last stage's output
         and an entry of `targets`; its rank has one. group: absent, all ranks of the job. weight_gradients: absent, I
         does the whole backward and W nothing. run_pair: how a pair is carried out, and a forward or backward outside of
-        pairs, with None for the other half. log: notes what each step does when. tied: the weights and buffers that
-        several stages share, as `find_ties` finds them in all stages of a model, or `()`; absent, what `cut` found, and
-        else weights of two ranks that begin with the same values are refused. optimizer: of this rank, whose settings
-        are compared with those of the others before the first step.
+        pairs, with None for the other half. tied: the weights and buffers that several stages share, as `find_ties`
+        finds them in all stages of a model, or `()`; absent, what `cut` found, and else weights of two ranks that begin
+        with the same values are refused. optimizer: of this rank, whose settings are compared with those of the others
+        before the first step.
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
@@ -136,7 +116,6 @@ class Pipeline:
         self.loss = loss
         self.weight_gradients = weight_gradients
         self.run_pair = run_pair
-        self.log = log
         self.optimizer = optimizer
         self.weights: dict[int, list[torch.Tensor]] = {}
         """What each stage of the rank trains; the loss is part of the last one."""
@@ -163,7 +142,7 @@ class Pipeline:
         self._note = FailureNote(f"lowtide/pipeline/{name}", num_ranks) if num_ranks > 1 else None
         self.transport: GroupTransport | None = None
         if self._note is not None:
-            self.transport = GroupTransport(group, _device_of(self.stages), self._note, log)
+            self.transport = GroupTransport(group, _device_of(self.stages), self._note)
         self._walk: _Walk | None = None
         """Of the step that is under way."""
         self._runtime: Any = None
@@ -173,7 +152,6 @@ class Pipeline:
         self.num_steps = 0
         self.draws: set[int] = set()
         """Stages that drew random numbers in their first forward."""
-        self._has_tried = False
         self._state: tuple[Any, ...] = ()
         """Of the last step, as `has_changed` has it."""
         self._failure: str | None = None
@@ -203,10 +181,8 @@ class Pipeline:
         self._keywords = keywords
         divide_by = float(self.schedule.num_micro_batches if divide_by is None else divide_by)
         if self.num_steps == 0:
-            self._open(inputs, mistake)
+            self._open()
         self.num_steps += 1
-        if self.log is not None:
-            self.log.clear()
         step = self._walk = _Walk(self, inputs, targets)
         gradients = StepGradients(self.weights, shared=self.tied.weights)
         try:
@@ -236,23 +212,12 @@ class Pipeline:
         gives of the whole model in one process, to the bit. Collective over the ranks of the pipeline."""
         return gradient_norm(self.weights, self.tied.counted_elsewhere(), self.group)
 
-    def _open(self, inputs: Sequence[Any] | None, mistake: ConfigError | None) -> None:
-        """Before the first step ranks meet. A mistake of one in its batch is told as that of any step is: to those who
-        wait for this rank. Raises ConfigError on all where something differs that must be equal."""
+    def _open(self) -> None:
+        """Before the first step ranks meet. Raises ConfigError on all where something differs that must be equal."""
         facts = facts_of_numerics(_device_of(self.stages)) | facts_of_optimizer(self.optimizer)
-        answers = meet("the first step", (mistake is not None, facts, self.tied.samples()), self.group)
-        refuse_difference("pipeline", [facts for _, facts, _ in answers])
-        self.tied.check([samples for *_, samples in answers])
-        if not any(has_mistake for has_mistake, *_ in answers):
-            self.try_stages(inputs)
-        self._has_tried = True
-
-    def try_stages(self, inputs: Sequence[Any] | None) -> None:
-        """Once, before the first step: whether each stage can take what it will be given. Collective. Raises
-        ConfigError on all ranks (stage_call.py)."""
-        if not self._has_tried:
-            try_stages(self.schedule, self.stages, inputs, self.group, **self.keywords_of(0))
-            self._has_tried = True
+        answers = meet("the first step", (facts, self.tied.samples()), self.group)
+        refuse_difference("pipeline", [facts for facts, _ in answers])
+        self.tied.check([samples for _, samples in answers])
 
     def keywords_of(self, micro_batch: int) -> Mapping[str, Any]:
         """That every stage of this rank gets with it, in this step."""
@@ -407,7 +372,7 @@ class _Walk:
         self._refuse_written_buffers()
         self._pipeline.tied.exchange(gradients, self._transport)
         if self._transport is not None:
-            self._waited("messages to go", self._transport.finish)
+            self._transport.finish()
         assert not (self._chunks or self._local or self._made)
 
     def _refuse_written_buffers(self) -> None:
@@ -440,22 +405,18 @@ class _Walk:
         elif every.kind is Kind.FORWARD:
             forward = self._ready(every)
             self._let_go()
-            self._pipeline.run_pair(self._logged(every, forward), None)
+            self._pipeline.run_pair(forward, None)
         elif every.kind is Kind.BACKWARD_WEIGHT:
-            self._logged(every, functools.partial(self._weight_gradient, every))()
+            self._weight_gradient(every)
         else:
             backward = self._ready(every)
             self._let_go()
-            self._pipeline.run_pair(None, self._logged(every, backward))
+            self._pipeline.run_pair(None, backward)
 
     def _run_pair(self, pair: Pair) -> None:
         forward, backward = self._ready(pair.forward), self._ready(pair.backward)
         self._let_go()
-        run_pair = self._pipeline.run_pair
-        if run_pair is one_after_the_other:
-            run_pair(self._logged(pair.forward, forward), self._logged(pair.backward, backward))
-        else:  # of halves that take turns only the whole has a time
-            self._logged(pair, functools.partial(run_pair, forward, backward))()
+        self._pipeline.run_pair(forward, backward)
 
     def _ready(self, action: Action) -> Half:
         """The action, when what it reads from another stage is there."""
@@ -477,27 +438,7 @@ class _Walk:
         if result in self._local:
             return self._local.pop(result)
         assert self._transport is not None
-        return self._waited(str(receive_of(result)), functools.partial(self._transport.read, result))
-
-    def _logged(self, action: AnyAction, run: Half) -> Half:
-        """The same, noted in the log if there is one."""
-        log = self._pipeline.log
-        if log is None:
-            return run
-
-        def run_and_note() -> None:
-            start = log.mark()
-            run()
-            log.computed(action, start)
-
-        return run_and_note
-
-    def _waited(self, name: str, wait: Callable[[], Waited]) -> Waited:
-        start = time.perf_counter()
-        found = wait()
-        if self._pipeline.log is not None:
-            self._pipeline.log.passed("wait", name, start, time.perf_counter())
-        return found
+        return self._transport.read(result)
 
     def _forward(self, action: Action, leaves: Tensors) -> None:
         stage, micro_batch = chunk = action.stage, action.micro_batch

@@ -17,8 +17,7 @@ for one compute stream would put one half's exchange behind the other's compute.
 Why the graph is not cut: docs/decisions/0021. An exchange waits inside its autograd node, so a backward is one call of
 autograd, hooks and accumulators see what they see without us, and swap and recompute find one backward pass.
 
-A half without a partner (warm-up, cool-down: `run_pair(forward, None)`), or whose partner is over, calls `fill` between
-the start of an exchange and its wait: weight gradients that were put off, for one.
+A half without a partner (warm-up, cool-down: `run_pair(forward, None)`), or whose partner is over, waits.
 
 Exact: each half does what it does alone, in the same order, so losses and gradients are those of plain autograd to the
 bit, whatever is kept, swapped or recomputed.
@@ -78,13 +77,9 @@ class Log(Protocol):
 class Overlap:
     """Carries out pairs, one after the other. It owns a thread, which ends with it."""
 
-    def __init__(
-        self, *, start: Start = start_on_group, fill: Callable[[], object] | None = None, log: Log | None = None
-    ) -> None:
-        """start: starts an exchange, for a link that is not a process group. fill: called while an exchange is under
-        way and no other half can run. log: every event is appended to it."""
+    def __init__(self, *, start: Start = start_on_group, log: Log | None = None) -> None:
+        """start: starts an exchange, for a link that is not a process group. log: every event is appended to it."""
         self.start = start
-        self.fill = fill
         self.log = log
         self.num_pairs = 0
         """How many were begun, those of one half among them."""
@@ -224,9 +219,8 @@ class _Half:
 
     def let_other_run(self) -> None:
         self.note("segment")
-        has_run = self._baton is not None and self._baton.pass_on(self.name, OTHER[self.name])
-        if not has_run and self.home.fill is not None:
-            self.home.fill()
+        if self._baton is not None:
+            self._baton.pass_on(self.name, OTHER[self.name])
 
     def note(self, kind: Kind, number: int | None = None) -> int:
         """Log an event; without a number it is the next of its kind."""
@@ -268,22 +262,3 @@ class _Turn:
         self._half.let_other_run()
         self._work.wait()
         self._half.note("wait", self._number)
-
-
-def exposed(log: Iterable[Event]) -> list[Event]:
-    """The `issue` of each exchange for which no segment of the other half lies between issue and wait."""
-    open_issues: dict[tuple[int, str, int], Event] = {}
-    hidden: set[tuple[int, str, int]] = set()
-    found = []
-    for event in log:
-        key = (event.pair, event.half, event.number)
-        if event.kind == "issue":
-            open_issues[key] = event
-        elif event.kind == "segment":
-            hidden.update(each for each in open_issues if each[:2] == (event.pair, OTHER[event.half]))
-        elif event.kind == "wait":
-            issue = open_issues.pop(key)
-            if key not in hidden:
-                found.append(issue)
-    assert not open_issues, f"nobody waited for {sorted(open_issues)}"
-    return found

@@ -55,8 +55,8 @@ class _Blank:
 
 _Blanks = tuple[_Blank | None, ...]
 """None: there is no tensor, as with the gradient of an output that nobody used."""
-_Sent = tuple[Result | None, float, list[Any], Sequence[torch.Tensor]]
-"""On its way: since when by the clock of the host, the works, and the tensors that they need."""
+_Sent = tuple[Result | None, list[Any], Sequence[torch.Tensor]]
+"""On its way: the works, and the tensors that they need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,6 @@ class _Asked:
     """A message that is expected."""
 
     source: int
-    start: float
     tensors: Tensors
     works: Sequence[Any]
 
@@ -72,13 +71,11 @@ class _Asked:
 class GroupTransport:
     """Over a process group. To be made by all its ranks at once. Ranks are those of the schedule."""
 
-    def __init__(self, group: Any, device: torch.device, note: FailureNote, log: Any = None) -> None:
-        """log: notes when each message was on its way (`execute.StepLog`)."""
+    def __init__(self, group: Any, device: torch.device, note: FailureNote) -> None:
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = dist.get_rank(group)
         self._device = device
         self._note = note
-        self._log = log
         self._heads = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._ways = [self._heads, self._heads]
         """Of tensors: to higher ranks, to lower ranks."""
@@ -138,7 +135,6 @@ class GroupTransport:
 
     def ask(self, result: Result, *, source: int) -> None:
         """Expect a result. Those of one source come in the order in which they were asked for."""
-        start = time.perf_counter()
         key = self._key_of(result)
         blanks = None if key is None else self._known.get(key)
         if blanks is None:
@@ -156,7 +152,7 @@ class GroupTransport:
                 except RuntimeError as error:
                     raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
             tensors.append(tensor if tensor is None or blank is None else tensor.requires_grad_(blank.requires_grad))
-        self._asked[result] = _Asked(source, start, tuple(tensors), works)
+        self._asked[result] = _Asked(source, tuple(tensors), works)
 
     def read(self, result: Result) -> Tensors:
         """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
@@ -166,8 +162,6 @@ class GroupTransport:
                 work.wait()
         except RuntimeError as error:
             raise self._lost(asked.source, f"waited for {send_of(result)} of it", error) from error
-        if self._log is not None:
-            self._log.passed("receive", str(receive_of(result)), asked.start, time.perf_counter())
         return asked.tensors
 
     def let_go_of(self, results: Collection[Result]) -> None:
@@ -239,7 +233,6 @@ class GroupTransport:
     # -- threads that send ---------------------------------------------------------------------------------------------
 
     def _post(self, result: Result | None, tensors: Sequence[torch.Tensor], way: Any, to: int, doing: str) -> None:
-        start = time.perf_counter()
         try:
             works = [dist.isend(_bytes_of(tensor), group=way, group_dst=to) for tensor in tensors]
         except RuntimeError as error:
@@ -249,18 +242,16 @@ class GroupTransport:
             name = f"lowtide-pipeline-let-go-{to}"
             self._threads.append(threading.Thread(target=self._let_go, args=(to,), name=name, daemon=True))
             self._threads[-1].start()
-        self._queues[to].put((result, start, works, tensors))
+        self._queues[to].put((result, works, tensors))
 
     def _let_go(self, to: int) -> None:
         waiting = self._queues[to]
         while (sent := waiting.get()) is not None:
-            result, start, works, tensors = sent
+            result, works, tensors = sent
             error: BaseException | None = None
             try:
                 while works:
                     _wait_on_host(works.pop(0), self._device)  # nothing of this thread holds it any longer
-                if self._log is not None and result is not None:
-                    self._log.passed("send", str(send_of(result)), start, time.perf_counter())
             except BaseException as raised:
                 error = raised
             del sent, works, tensors

@@ -3,22 +3,19 @@ not guessed.
 
 What: `explained` looks at the worst moment of the least that can be reached, names what is most there (weights,
 gradients, the optimizer's state, the optimizer's step, activations, or the loss and other temporaries), and plans the
-step again with the changes that are about that. What a refusal offered before (larger budgets, half the micro-batch)
-follows.
+step again with the changes that are about that. What a refusal offered before (larger budgets) follows.
 
 `Change` is such a change. The planner itself knows those that need no other step: the optimizer's state elsewhere, a
 fused optimizer, recomputing and swapping where rules forbid it. Who has the model, a trace or a run file, offers more:
-half the batch, the loss in slices, other precision, parameters in shards. `with_half_a_batch` estimates what half the
-batch would need from the step itself, for whoever has nothing else.
+half the batch, the loss in slices, other precision, parameters in shards.
 
-Cost: at most `MOST_CHANGES` more steps, planned in a second or two each: under ten seconds; a floor of the halved step.
+Cost: at most `MOST_CHANGES` more steps, planned in a second or two each: under ten seconds.
 Not covered: two changes at once; what a change does to training.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,10 +25,9 @@ from lowtide.core.profile import Profile
 from lowtide.core.text_table import percent
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.memory_breakdown import gradients_at
-from lowtide.planner.min_peak import floor, quick_floor
-from lowtide.planner.problem import Problem, op_base_bytes, state_bytes
+from lowtide.planner.min_peak import quick_floor
+from lowtide.planner.problem import Problem, op_base_bytes
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
-from lowtide.timeline.step import Step
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -45,8 +41,6 @@ MOST_CHANGES = 3
 _MOST_SAID = 2
 _MOST_LINES = 4
 HALF_A_BATCH = "half the micro-batch"
-_WORTHWHILE = 0.98
-"""What half a batch needs, as a share of the whole one's: above this, halving it is no way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +79,7 @@ def explained(
     own = _own_changes(problem.profile, config)
     planned = list(_planned([one for one in (*own, *changes) if kind in one.helps][:MOST_CHANGES], config, replan))
     said = [text for _, text in sorted(planned, key=lambda found: not found[0])][:_MOST_SAID]
-    is_half_planned = any(HALF_A_BATCH in text for text in said)
-    before = [text for text in error.suggestions if not (is_half_planned and text.startswith(HALF_A_BATCH))]
-    room = _MOST_LINES - len(said)
+    before, room = error.suggestions, _MOST_LINES - len(said)
     suggestions = (*said, *(before if len(before) <= room else [*before[: room - 1], before[-1]]))
     first = str(error).split("\n")[0]
     lines = [first, f"  {most}", *(f"  - {suggestion}" for suggestion in suggestions)]
@@ -135,7 +127,7 @@ def _own_changes(profile: Profile, config: MemoryConfig) -> Iterator[Change]:
     if not (config.recomputes_freely and config.swaps_freely):
         free = dataclasses.replace(config, recompute=None, swap=None)
         text = "recompute: auto, swap: auto"
-        yield Change(text=text, helps=frozenset({ACTIVATIONS}), profile=lambda: profile, config=free)
+        yield Change(text=text, helps=frozenset(KINDS), profile=lambda: profile, config=free)
     if config.optimizer == "keep" and state.optimizer_movable:
         swapped = dataclasses.replace(config, optimizer="swap")
         helps = frozenset({OPTIMIZER, WEIGHTS, GRADIENTS, ACTIVATIONS, LOSS})
@@ -167,45 +159,3 @@ def _planned(changes: Sequence[Change], config: MemoryConfig, replan: PlanAgain)
                 f"{format_seconds(predicted.step_seconds)} a step, {percent(more)} over keeping everything"
             ),
         )
-
-
-# -- half the batch ----------------------------------------------------------------------------------------------------
-
-
-def with_half_a_batch(error: BudgetError, problem: Problem, config: MemoryConfig, has_gradients: bool) -> BudgetError:
-    """One more way out, where there is one: the batch can be halved, and that needs less."""
-    rows = batch_rows(problem.profile)
-    if rows is None or rows < 2:
-        return error
-    half, _ = floor(half_a_batch(problem, has_gradients=has_gradients), config.host_budget)
-    if half > _WORTHWHILE * error.floor_bytes:
-        return error
-    hint = f"{HALF_A_BATCH}: needs about {format_bytes(half)}"
-    suggestions = (*error.suggestions[:2], hint)
-    text = str(error).split("\n")[0]
-    lines = [text, *(f"  - {suggestion}" for suggestion in suggestions)]
-    return BudgetError("\n".join(lines), floor_bytes=error.floor_bytes, suggestions=suggestions)
-
-
-def batch_rows(profile: Profile) -> int | None:
-    """The least first dimension of the tensors of the batch; None where no tensor has one."""
-    rows = [int(count) for count in re.findall(r"\[(\d+)", profile.batch)]
-    return min(rows, default=None)
-
-
-def half_a_batch(problem: Problem, *, has_gradients: bool) -> Step:
-    """The step with half of all that grows with the batch: activations, temporaries and the batch itself.
-
-    Weights, gradients, optimizer state and the optimizer's step stay as they are. Not exact: a temporary may have the
-    size of a weight.
-    """
-    profile, step = problem.profile, problem.step
-    fixed = state_bytes(profile, has_gradients=has_gradients) - profile.state.inputs - problem.state_bytes
-    ticks = []
-    for number, tick in enumerate(step.ticks):
-        stays = fixed if has_gradients else fixed + gradients_at(problem, number, has_gradients)
-        grows = max(tick.base_bytes - stays, 0) if number < len(problem.starts) - 1 else 0  # not the optimizer's
-        ticks.append(dataclasses.replace(tick, base_bytes=tick.base_bytes - grows // 2))
-    own, state = step.items[: len(problem.nodes)], step.items[len(problem.nodes) :]
-    items = (*(dataclasses.replace(item, nbytes=item.nbytes // 2) for item in own), *state)
-    return dataclasses.replace(step, ticks=tuple(ticks), items=items)

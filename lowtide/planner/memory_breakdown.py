@@ -1,7 +1,7 @@
 """Where the bytes are at the worst moment of a step, with everything kept and with the plan.
 
 What: `memory_breakdown` makes the lines of the account. The worst moments are two different ones.
-Cost: some arithmetic. Not covered: other moments (report/compared_curves.py draws them all).
+Cost: some arithmetic. Not covered: other moments.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 
@@ -68,8 +67,7 @@ def _lowest(step: Step, host_bytes: int | None, fates: Fates) -> tuple[tuple[int
     evaluator = Evaluator(arrays, _LINK, 0, host_bytes)
     candidates = [fates, *(_all(arrays, order) for order in _ORDERS)]
     is_small = len(fates) <= WHOLE_ITEMS
-    if importlib.util.find_spec("scipy") is not None:
-        candidates += _halved(evaluator, min(evaluator.excess(fates) for fates in candidates), is_small)
+    candidates += _halved(evaluator, min(evaluator.excess(fates) for fates in candidates), is_small)
     if is_small:
         repaired = dict.fromkeys(repair(evaluator, fates) for fates in candidates)  # many are the same by now
         candidates = [_lowered(evaluator, fates) for fates in repaired]

@@ -20,7 +20,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
-from lowtide.planner.advice import Change, explained, with_half_a_batch
+from lowtide.planner.advice import Change, explained
 from lowtide.planner.by_rules import layers_by_rule, min_bytes_of, problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.memory_breakdown import memory_breakdown
@@ -70,7 +70,7 @@ def plan_profile(
     how: Any = {"has_gradients": has_gradients, "time_limit_seconds": time_limit_seconds}
     how |= {"num_micro_batches": num_micro_batches, "costs": costs}
     # Budgets differ from call to call; all else decides what is known of the step.
-    problem = _problem(_Same(profile), dataclasses.replace(config, budget=1, preset=None), link, **how)
+    problem = _problem(_Same(profile), dataclasses.replace(config, budget=1), link, **how)
     tell = progress or _say_nothing
     tell("looking for the fastest plan")
     if budget >= problem.space.floor_bytes:
@@ -110,7 +110,7 @@ class _Same:
 def _problem(
     key: _Same, config: MemoryConfig, link: Link, *, costs: HostCosts, num_micro_batches: int, **how: Any
 ) -> _StepProblem:
-    """Remembered: other budgets of the same step follow one another (presets, a sweep, ways out)."""
+    """Remembered: other budgets of the same step follow one another (a sweep, ways out)."""
     profile = key.profile
     question = Question(
         profile=charged(profile, costs),
@@ -134,12 +134,7 @@ class _StepProblem:
 
     def refusal(self, budget_bytes: int, *, with_suggestions: bool) -> BudgetError:
         """Of a budget below the floor."""
-        question = self.space.question
-        error = self.space.refusal(budget_bytes, question.time_limit_seconds * with_suggestions)
-        if not with_suggestions:
-            return error
-        plain = Way(question, question.forced)
-        return with_half_a_batch(error, plain.problem, question.config, question.has_gradients)
+        return self.space.refusal(budget_bytes, self.space.question.time_limit_seconds * with_suggestions)
 
     def plan(self, budget_bytes: int, config: MemoryConfig) -> Plan:
         """The fastest within the budget, written down."""

@@ -16,8 +16,6 @@ Not covered: which tensors the items are and how they are prefetched (the plan),
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -28,13 +26,12 @@ import numpy as np
 from lowtide.core.fate import Fate
 from lowtide.core.text_table import percent
 from lowtide.errors import BudgetError
-from lowtide.planner.greedy import closed_form
 from lowtide.planner.local_search import SMALL, Evaluator, Fates, Outcome, improve, repair, roundings
 from lowtide.planner.min_peak import BLOCKS, UNREACHABLE, WHOLE_ITEMS, first_of, first_points, floor, quick_floor
 from lowtide.planner.relaxation import Program, Relaxation
 from lowtide.timeline.events import Timeline
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
-from lowtide.timeline.step import Item, Link, Step
+from lowtide.timeline.step import Link, Move, Step, making_seconds, ways
 from lowtide.units import format_bytes, format_seconds, printed_up
 
 __all__ = ["Solution", "bound_of", "floor", "refusal", "solve"]
@@ -124,7 +121,7 @@ def bound_of(
     """No schedule of this step within the budget is faster; that of the plain step where nothing more is known."""
     evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=time.perf_counter() + time_limit_seconds)
     bound = arrays.step.compute_seconds
-    if _everything_kept(evaluator) is not None or importlib.util.find_spec("scipy") is None:
+    if _everything_kept(evaluator) is not None:
         return bound
     program = Program(arrays.step, link, budget_bytes, host_bytes)
     points = first_points(arrays, program.plain)
@@ -151,10 +148,7 @@ def _best(
     pool = [evaluator.play(low_fates), *_filled(evaluator)]
     if not is_lowest and len(arrays.step.items) <= WHOLE_ITEMS:
         pool.append(evaluator.play(floor(arrays, evaluator.host_bytes)[1]))
-    if importlib.util.find_spec("scipy") is not None:
-        return _programmed(evaluator, pool, tell, beats)
-    bound = arrays.step.compute_seconds
-    return bound, "closed form (scipy is not installed)", _polished(evaluator, pool, bound)
+    return _programmed(evaluator, pool, tell, beats)
 
 
 def _everything_kept(evaluator: Evaluator) -> Outcome | None:
@@ -261,6 +255,81 @@ def _violated(arrays: StepArrays, program: Program, shares: Relaxation, budget_b
     return {tick for tick in worst if curve[tick] > budget_bytes * (1 + 1e-6)}
 
 
+# -- a first answer without a program ----------------------------------------------------------------------------------
+
+
+def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: int | None = None) -> tuple[Fate, ...]:
+    """Fates that take about `evict_bytes` off the peak between forward and backward, if fates allow.
+
+    By water-filling: the link takes what it can send away while forward computes, those items first that are dearest
+    to make again for their bytes; the rest is recomputed, cheapest first. For equal layers this is within half a
+    percentage point of the linear program. Not covered: different layers (one price for all), what a recipe's inputs
+    cost; the caller plays several amounts of eviction and keeps the best.
+    """
+    items = arrays.step.items
+    sites = [
+        index
+        for index, item in enumerate(items)
+        if not item.is_retained_input and item.nbytes and (item.dies < item.reads[0] or Fate.KEEP not in item.fates)
+    ]
+    fates = [first_of(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in items]
+    must = [index for index in sites if Fate.KEEP not in items[index].fates]
+    left = evict_bytes - sum(items[index].nbytes for index in must)
+    cheapest: dict[int, Move] = {}
+    for index in sites:
+        made = [way for way in ways(items, index) if way[0][1] is Fate.RECOMPUTE]
+        if made:
+            cheapest[index] = min(made, key=lambda way: making_seconds(items, way))
+    prices = {
+        index: making_seconds(items, cheapest[index]) / items[index].nbytes if index in cheapest else np.inf
+        for index in sites
+    }
+    hidden = _Hidden(arrays, link, host_bytes)
+    # Without a recipe first, then the dearest; of equal ones the first saved, which has the most time to leave.
+    for index in sorted(sites, key=lambda index: (-prices[index], items[index].saved, index)):
+        item = items[index]
+        if left <= 0 or Fate.SWAP not in item.fates or index in must:
+            continue
+        if hidden.take(index):
+            fates[index] = Fate.SWAP
+            left -= item.nbytes
+    for index in sorted(sites, key=lambda index: (prices[index], items[index].saved, index)):
+        item = items[index]
+        if left <= 0 or fates[index] is not Fate.KEEP:
+            continue
+        for changed, fate in cheapest.get(index, ()):
+            fates[changed] = fate
+        if fates[index] is Fate.RECOMPUTE:
+            left -= item.nbytes
+    for index in sites:  # what the link cannot hide comes last
+        if left > 0 and fates[index] is Fate.KEEP and Fate.SWAP in items[index].fates:
+            fates[index] = Fate.SWAP
+            left -= items[index].nbytes
+    return tuple(fates)
+
+
+class _Hidden:
+    """What has been sent so far, so that everything still lands before backward starts."""
+
+    def __init__(self, arrays: StepArrays, link: Link, host_bytes: int | None) -> None:
+        self.arrays, self.link = arrays, link
+        self.host_left = np.inf if host_bytes is None else host_bytes
+        num_forward = arrays.step.num_forward_ticks
+        seconds = arrays.seconds[:num_forward]
+        # Time of the lane that is left for what is saved at tick t or later.
+        self.room_seconds = seconds.sum() - np.cumsum(seconds)
+
+    def take(self, index: int) -> bool:
+        """Whether this one can be sent too without a wait; counts it if so."""
+        item = self.arrays.step.items[index]
+        seconds = self.link.latency_seconds + item.nbytes / self.link.out_bytes_per_second
+        if item.nbytes > self.host_left or self.room_seconds[: item.saved + 1].min() < seconds:
+            return False
+        self.room_seconds[: item.saved + 1] -= seconds
+        self.host_left -= item.nbytes
+        return True
+
+
 # -- what to say when nothing fits -----------------------------------------------------------------------------------
 
 
@@ -268,23 +337,17 @@ def refusal(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_lim
     """Says what is in the way, and tries the ways out if there is time: those that keep the budget first, then larger
     budgets."""
     arrays, budget_bytes, host_bytes = evaluator.arrays, evaluator.budget_bytes, evaluator.host_bytes
-    free_step = dataclasses.replace(arrays.step, items=tuple(map(_unrestricted, arrays.step.items)))
-    num_freed = sum(free.fates != item.fates for free, item in zip(free_step.items, arrays.step.items))
-    tries: list[tuple[str, StepArrays, int, int | None, Fates]] = []
+    tries: list[tuple[str, int, int | None, Fates]] = []
     if host_bytes is not None:
-        tries.append(("a host budget of {host}", arrays, budget_bytes, None, quick_floor(arrays, None)[1]))
-    if num_freed:
-        what = f"every fate allowed for the {num_freed} activation{'s' * (num_freed > 1)} that rules restrict"
-        free = StepArrays.of(free_step)
-        tries.append((what, free, budget_bytes, host_bytes, quick_floor(free, host_bytes)[1]))
+        tries.append(("a host budget of {host}", budget_bytes, None, quick_floor(arrays, None)[1]))
     if floor_bytes < UNREACHABLE:
         plain_bytes = evaluator.floor(tuple(first_of(item, (Fate.KEEP, *item.fates)) for item in arrays.step.items))
         for enough in dict.fromkeys((printed_up(floor_bytes), printed_up((floor_bytes + plain_bytes) // 2))):
-            tries.append((f"a budget of {format_bytes(enough)}", arrays, enough, host_bytes, floor_fates))
+            tries.append((f"a budget of {format_bytes(enough)}", enough, host_bytes, floor_fates))
     sentences = []
-    for what, other, other_budget, other_host, fates in tries if time_limit_seconds else ():
+    for what, other_budget, other_host, fates in tries if time_limit_seconds else ():
         deadline = time.perf_counter() + min(time_limit_seconds, _WAY_OUT_SECONDS)
-        retry = Evaluator(other, evaluator.link, other_budget, other_host, deadline=deadline)
+        retry = Evaluator(arrays, evaluator.link, other_budget, other_host, deadline=deadline)
         *_, best = _best(retry, fates, other_budget > budget_bytes, lambda _: None)
         if best.timeline is None:
             continue
@@ -325,11 +388,3 @@ def _what_is_in_the_way(
         f"{format_bytes(printed_up(floor_bytes))}, set by {where}: {format_bytes(base_bytes)} there is not activations"
         f"{largest}; raise the budget to {format_bytes(printed_up(floor_bytes))} or make the micro-batch smaller"
     )
-
-
-def _unrestricted(item: Item) -> Item:
-    if len(item.fates) > 1 and Fate.KEEP not in item.fates:
-        return item  # state of an optimizer that is to move
-    is_form = item.form_of is not None
-    has_recipe = Fate.RECOMPUTE in item.fates if is_form else bool(item.sources) or item.recipe_seconds > 0
-    return dataclasses.replace(item, fates=(Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if has_recipe else [])))

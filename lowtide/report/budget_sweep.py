@@ -1,70 +1,29 @@
-"""What other budgets would cost, and what other optimizers would need.
+"""What other budgets would cost.
 
 What: `budget_sweep` has the best plans for a few budgets, from the floor to the peak with everything kept, with the
-optimizer's state placed for each anew as far as the configuration lets it move. `optimizer_forecast` has state, peak
-and floor by kind of optimizer: the state stays through the whole step, so another one moves every peak by the
-difference, and no plan is made anew.
-Why: a budget is often a guess, and which optimizer it will be is decided before the first step.
-Cost: one short solve for each budget, two or three with `optimizer: auto`. Not covered: other batch sizes; temporaries
-of other optimizers' steps; state that a plan keeps elsewhere.
+optimizer's state placed for each anew as far as the configuration lets it move.
+Why: a budget is often a guess.
+Cost: one short solve for each budget, two or three with `optimizer: auto`. Not covered: other batch sizes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, StateBytes
 from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError
-from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS, Weight, state_by_kind
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerForecast:
-    """One kind of optimizer. Bytes."""
-
-    name: str
-    state_bytes: int
-    plain_peak_bytes: int
-    floor_bytes: int
-
-
-def optimizer_forecast(
-    predicted: Prediction, state: StateBytes, weights: Sequence[Weight]
-) -> tuple[OptimizerForecast, ...]:
-    """For a step whose optimizer has `state.optimizer` bytes on the device throughout."""
-    return tuple(
-        OptimizerForecast(
-            name=name,
-            state_bytes=nbytes,
-            plain_peak_bytes=predicted.plain_peak_bytes - state.optimizer + nbytes,
-            floor_bytes=predicted.floor_bytes - state.optimizer + nbytes,
-        )
-        for name, nbytes in state_by_kind(weights).items()
-    )
-
-
-def forecast_lines(forecast: Sequence[OptimizerForecast], state: StateBytes, width: int | None = None) -> list[str]:
-    """A head, one line for each kind, those that are left out for parameters in shards, and the gradients."""
-    cells: list[tuple[str, ...]] = [("optimizer", "its state", "everything kept", "floor")]
-    for kind in forecast:
-        sizes = (kind.state_bytes, kind.plain_peak_bytes, kind.floor_bytes)
-        cells.append((kind.name, *map(format_bytes, sizes)))
-    gradients = f"gradients: {format_bytes(state.gradients)} when backward is over; none are there before it begins"
-    unknown = [name for name in NOT_OF_SHARDS if name not in [kind.name for kind in forecast]]
-    left_out = [f"not counted for parameters in shards: {', '.join(unknown)}"] if unknown else []
-    table = align(cells, numeric=(1, 2, 3), width=width)
-    return ["what other optimizers would need", *table, *left_out, gradients]
 
 
 def in_backward_lines(
@@ -95,6 +54,11 @@ class SweptBudget:
     predicted: Prediction
     is_requested: bool = False
     """Whether it is the budget of the plan itself."""
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        own = {"budget_bytes": self.budget_bytes, "is_requested": self.is_requested}
+        return own | dataclasses.asdict(self.predicted)
 
 
 def budget_sweep(

@@ -1,4 +1,4 @@
-"""Pictures of a step, as SVG text: memory over time, lanes, the fate of each activation, and what other budgets cost.
+"""Pictures of a step, as SVG text: memory over time, lanes, what other budgets cost, and the steps of a run.
 
 What: each function draws one picture in one of two `Theme`s and gives its SVG. matplotlib draws; text stays text, ids
 come from a fixed salt, no date is written: the same step gives the same bytes with the same matplotlib.
@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.text_table import layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.elements import NOTHING, Measured, StepRow
-from lowtide.report.played_step import OWNERS, Played, compared_seconds
+from lowtide.report.played_step import OWNERS, Played
 from lowtide.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ _FAR = 2.5
 """A line so many times above all else is not drawn."""
 _LANES = ("compute", "stall", "out", "in")
 _LANE_NAMES = {"compute": "compute", "stall": "compute waits", "out": "copies out", "in": "copies in"}
-_FATE_WORDS = {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +53,6 @@ class Theme:
     def owners(self) -> tuple[str, ...]:
         """In the order of `OWNERS`."""
         return (self.state, self.kept, self.swapped, self.recomputed)
-
-    @property
-    def fates(self) -> dict[Fate, str]:
-        return {Fate.KEEP: self.kept, Fate.SWAP: self.swapped, Fate.RECOMPUTE: self.recomputed}
 
 
 LIGHT = Theme(
@@ -96,14 +89,7 @@ def memory_picture(played: Played, theme: Theme, measured: Measured = NOTHING) -
         most = max(float(plain.max()), float(floor.max()), (measured.peak_bytes or 0) / scale)
         most = _draw_budget(panel, played.curve.budget_bytes, most, scale, theme)
         turn = played.starts[played.curve.num_forward_ticks] * times
-        if measured.curve is not None:
-            shown = _fullest(np.array(measured.curve.nbytes), _thinned_starts(len(measured.curve.nbytes)))
-            at, counted = compared_seconds(measured.curve, played)[shown], np.array(measured.curve.nbytes)[shown]
-            panel.plot(
-                at * times, counted / scale, color=theme.ink, linewidth=1.2, drawstyle="steps-pre", label="measured"
-            )
-            most = max(most, float(counted.max()) / scale)
-        elif measured.peak_bytes is not None:
+        if measured.peak_bytes is not None:
             panel.axhline(measured.peak_bytes / scale, color=theme.ink, linewidth=1.2, label="peak, measured")
         panel.axvline(turn, color=theme.faint, linewidth=1)
         top = 1.12 * most
@@ -144,43 +130,6 @@ def lane_picture(played: Played, theme: Theme) -> str:
             panel.text(
                 1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=theme.recomputed, fontsize=8
             )
-
-    return svg(draw, theme)
-
-
-def fate_picture(plan: Plan, theme: Theme) -> str | None:
-    """Layers against the activations of a layer, each cell in the colour of its fate; None without layers."""
-    sites = [site for site in plan.sites if site.layer in set(plan.layers) and site.retained_input is None]
-    if not sites:
-        return None
-    names = list(dict.fromkeys(site.name.removeprefix(f"{site.layer}.") for site in sites))
-    column = {layer: index for index, layer in enumerate(plan.layers)}
-    cells = np.full((len(names), len(plan.layers)), np.nan)
-    fates = list(_FATE_WORDS)
-    row_of = {name: index for index, name in enumerate(names)}
-    for site in sites:
-        cells[row_of[site.name.removeprefix(f"{site.layer}.")], column[site.layer or ""]] = fates.index(site.fate)
-    sizes = [max(s.nbytes for s in sites if s.name.removeprefix(f"{s.layer}.") == name) for name in names]
-
-    def draw(figure: Figure) -> None:
-        from matplotlib.colors import ListedColormap
-        from matplotlib.patches import Patch
-
-        figure.set_size_inches(9.2, 1.0 + 0.21 * len(names))
-        panel = figure.subplots()
-        colours = ListedColormap([theme.fates[fate] for fate in fates])
-        edges = (np.arange(len(plan.layers) + 1) - 0.5, np.arange(len(names) + 1) - 0.5)
-        panel.pcolormesh(*edges, np.ma.masked_invalid(cells), cmap=colours, vmin=-0.5, vmax=2.5, edgecolors=theme.paper,
-                         linewidth=0.6)  # fmt: skip
-        panel.invert_yaxis()
-        scale, unit = byte_unit(max(sizes))
-        panel.set_yticks(range(len(names)), [f"{_short(name)}  {size / scale:.3g}" for name, size in zip(names, sizes)])
-        every = max(1, len(plan.layers) // 16)
-        panel.set_xticks(range(0, len(plan.layers), every), [str(index) for index in range(0, len(plan.layers), every)])
-        panel.grid(visible=False)
-        panel.set(xlabel=f"layer ({_kinds(plan)}); beside each activation its {unit} in one layer")
-        patches = [Patch(color=theme.fates[fate], label=_FATE_WORDS[fate]) for fate in fates]
-        figure.legend(handles=patches, loc="outside right upper")
 
     return svg(draw, theme)
 
@@ -350,12 +299,3 @@ def byte_unit(most_bytes: int) -> tuple[int, str]:
 
 def time_unit(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 1 else (1e3, "ms")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 34 else f"{name[:16]}…{name[-17:]}"
-
-
-def _kinds(plan: Plan) -> str:
-    labels = [layers_label(plan.layers, first, last) for first, last in runs(plan.layers, [None] * len(plan.layers))]
-    return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"

@@ -2,16 +2,13 @@
 
 What: `play` runs the timeline of a plan on its profile. `Played` has the memory curve, the same bytes by owner and as
 blocks that come and go, and the events of the lanes. Everything that draws or exports a step starts from it.
-`compared_seconds` and `largest_difference` put the curve of an audited step beside it, layer by layer: such a step is
-slower, and not evenly so, so each part between two moments at which a layer begins or ends gets its planned time.
 Cost: two runs of the timeline. Not covered: what really happened; the clock is a prediction.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +16,7 @@ import numpy as np
 
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.profile import LayerTimes, MeasuredCurve, Profile
+from lowtide.core.profile import Profile
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.place_state import placed_fates, shares_of
@@ -88,8 +85,6 @@ class Played:
     blocks: tuple[Block, ...] = ()
     """Activations, retained inputs and travelling optimizer state: twice where something leaves and comes back. What
     else is on the device has no blocks."""
-    layers: tuple[LayerTimes, ...] = ()
-    """When each layer's forward pass begins and its backward pass ends: compared_curves.py uses them."""
 
 
 def play(
@@ -137,7 +132,6 @@ def play(
         step_seconds=timeline.step_seconds,
         events=_named_again(events, problem, again, profile.layers),
         blocks=_shown(presences, num_ticks),
-        layers=tuple(_layer_times(problem, profile.layers, starts)),
     )
 
 
@@ -193,23 +187,6 @@ def _starts(events: Sequence[Event], curve: Curve) -> tuple[float, ...]:
     return tuple(starts)
 
 
-def _layer_times(problem: Problem, layers: Sequence[str], starts: Sequence[float]) -> Iterator[LayerTimes]:
-    """Backward is over with a layer when it comes to an operator that ran before the layer did."""
-    profile, ticks = problem.profile, problem.starts
-    forward = profile.op_names[: profile.num_forward_ops]
-    place = {name: index for index, name in enumerate(forward)}
-    reached = [place.get(name.removesuffix(":backward"), len(forward)) for name in profile.op_names[len(forward) :]]
-    least = np.minimum.accumulate(np.array(reached or [0]))
-    for layer in layers:
-        first = next((index for index, name in enumerate(forward) if name.startswith(f"{layer}.")), None)
-        if first is None:
-            continue
-        last = len(forward) + int(np.searchsorted(-least, -first, side="right"))
-        begin, end = (bisect.bisect_right(ticks, op) - 1 for op in (first, last))
-        if end < len(starts):
-            yield LayerTimes(name=layer, begins=starts[begin], ends=starts[end])
-
-
 def _presences(step: Step, fates: Sequence[Fate], timeline: Timeline, num_items: int) -> list[Block]:
     """When each item is there, by the rules of timeline/memory.py. Items from `num_items` on are optimizer state."""
     arrays = StepArrays.of(step)
@@ -259,42 +236,3 @@ def _shown(presences: Sequence[Block], num_ticks: int) -> tuple[Block, ...]:
         if end > start:
             shown.append(dataclasses.replace(block, start=start, end=end))
     return tuple(shown)
-
-
-# -- beside what was measured ---------------------------------------------------------------------------------------
-
-
-def compared_seconds(curve: MeasuredCurve, played: Played) -> np.ndarray:
-    """Seconds on the clock of the planned step at which each sample of `curve` stands."""
-    counted, planned = _moments(curve, played)
-    return np.interp(curve.seconds, counted, planned)
-
-
-def largest_difference(curve: MeasuredCurve, played: Played) -> tuple[int, int]:
-    """The most bytes by which the highest byte of a part of the step is off the predicted one, and the number of parts.
-    The optimizer's step is no part."""
-    counted, planned = _moments(curve, played)
-    seconds, found = np.array(curve.seconds), np.array(curve.nbytes)
-    starts, expected = np.array(played.starts[:-1]), np.array(played.curve.planned_bytes[:-1])
-    apart, num_parts = 0, 0
-    for part in range(len(counted) - 1):
-        is_last = part == len(counted) - 2
-        own = found[((seconds > counted[part]) | (part == 0)) & (seconds <= counted[part + 1])]
-        theirs = expected[(starts >= planned[part]) & ((starts < planned[part + 1]) | is_last)]
-        if len(own) and len(theirs):
-            apart, num_parts = max(apart, abs(int(own.max()) - int(theirs.max()))), num_parts + 1
-    return apart, num_parts
-
-
-def _moments(curve: MeasuredCurve, played: Played) -> tuple[np.ndarray, np.ndarray]:
-    """The same moments on both clocks, ascending."""
-    turned, turn = curve.seconds[curve.num_forward - 1], played.starts[played.curve.num_forward_ticks]
-    both = _in_both(curve.layers, played.layers)
-    counted = [0.0, *(one.begins for one, _ in both), turned, *(one.ends for one, _ in both[::-1]), curve.seconds[-1]]
-    planned = [0.0, *(other.begins for _, other in both), turn, *(other.ends for _, other in both[::-1])]
-    return np.maximum.accumulate(counted), np.maximum.accumulate([*planned, played.step_seconds])
-
-
-def _in_both(one: tuple[LayerTimes, ...], other: tuple[LayerTimes, ...]) -> list[tuple[LayerTimes, LayerTimes]]:
-    by_name = {layer.name: layer for layer in one}
-    return [(by_name[layer.name], layer) for layer in other if layer.name in by_name]

@@ -20,7 +20,6 @@ from lowtide.planner.host_costs import NO_COSTS, HostCosts
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.elements import NOTHING, Measured, StepRow, Table, Tile
 from lowtide.report.played_step import OWNERS, Played, play
-from lowtide.report.rank_step import RankStep
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
@@ -44,10 +43,6 @@ class Report:
     tables: tuple[Table, ...] = ()
     history: tuple[StepRow, ...] = ()
     measured: Measured = NOTHING
-    ranks: tuple[RankStep, ...] = ()
-    """The last step of each rank of a pipeline, by rank."""
-    failure: tuple[str, ...] = ()
-    """Why the run ended, the heading first; empty where it did not fail."""
 
 
 def report_of_plan(
@@ -89,24 +84,14 @@ def document(report: Report) -> dict[str, Any]:
     played = report.played
     return {
         "title": report.title,
-        "failure": report.failure,
         "subtitle": report.subtitle,
         "figures": [dataclasses.asdict(tile) for tile in report.tiles],
         "remarks": report.remarks,
         "plan": None if report.plan is None else json.loads(report.plan.to_json()),
         "step": None if played is None else _step_document(played),
-        "audited_step": None if report.measured.curve is None else dataclasses.asdict(report.measured.curve),
-        "budgets": [
-            {
-                "budget_bytes": swept.budget_bytes,
-                "is_requested": swept.is_requested,
-                **dataclasses.asdict(swept.predicted),
-            }
-            for swept in report.sweep
-        ],
+        "budgets": [swept.document() for swept in report.sweep],
         "tables": [dataclasses.asdict(table) for table in report.tables],
         "steps": [_step_row(row) for row in report.history],
-        "ranks": [dataclasses.asdict(each) for each in report.ranks],
     }
 
 

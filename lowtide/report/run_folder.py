@@ -1,19 +1,13 @@
-"""What a run leaves for its report, and the report of it: also of one that failed, was stopped, or is still going on.
+"""The report of a run: of one that trains, by its handle, and of one whose folder is left, also while it goes on.
 
-What: `RunFiles` keeps the files of a run of the trainer (examples/train) up to date: run.json (how the run stands),
-plan.json, step.json (the plan on the clock) and events.json (what the autopilot decided) of the first rank; rank-R.json
-(its last step) of each rank of a pipeline. Each file is replaced as a whole, so a reader never sees half of one. A full
-disk ends no training: what cannot be written is left out, which is said once.
-`report_of_folder` reads them, and metrics.jsonl, a line a step; whatever is missing is left out. `report_of_handle`
-reads a `Tides` or a `Tide` that trains, and changes neither; rules predict nothing, so their report has no clock.
-Cost: a run of the timeline for each plan that is made; a file of a rank each 16 steps; drawing. Not covered: runs of
-other trainers without their handle; the other ranks of a run without a pipeline; rank files on other machines.
+What: `report_of_handle` reads a `Tides` or a `Tide` that trains, and changes neither; rules predict nothing, so their
+report has no clock. `report_of_folder` reads what the trainer (examples/train) leaves of the first rank:
+metrics.jsonl, a line a step, plan.json, and step.json, the plan on the clock. Whatever is missing is left out.
+Cost: a run of the timeline; drawing. Not covered: runs of other trainers without their handle; other ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -25,9 +19,8 @@ from lowtide.core.plan import Plan
 from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
-from lowtide.report.elements import Measured, RunState, StepRow, Table, Tile, from_json, to_json, verdict
-from lowtide.report.played_step import Played, play
-from lowtide.report.rank_step import RankStep, rank_table
+from lowtide.report.elements import Measured, StepRow, Table, Tile, from_json
+from lowtide.report.played_step import Played
 from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.saved.stats import Stats
@@ -39,7 +32,6 @@ from lowtide.units import format_bytes, format_seconds
 def report_of_handle(handle: Tide | Tides) -> Report:
     """Raises ConfigError before the first step, which shows what there is to report."""
     plan, stats = handle.plan, handle.stats
-    tide = handle.tide if isinstance(handle, Tides) else handle
     audited_bytes = 0 if plan is None else plan.audited_peak_bytes or 0
     if plan is None or not (stats.num_forwards or audited_bytes):  # an audit starts the totals anew
         raise ConfigError("lowtide.write_report: no step has run under this handle yet; run one, then report")
@@ -59,10 +51,9 @@ def report_of_handle(handle: Tide | Tides) -> Report:
                 peak_bytes=max(stats.peak_device_bytes, audited_bytes),
                 is_without_temporaries=not audited_bytes and handle.engine.device_peak_bytes() is None,
                 stall_seconds=stats.stall_seconds,
-                curve=None if tide is None else tide.audited_curve,
             ),
             title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
-            tables=(_figures(stats), *_some(history_of(handle))),
+            tables=(_figures(stats), *history_of(handle)),
         )
     return _of_rules(name, plan, stats, max(stats.peak_device_bytes, audited_bytes))
 
@@ -106,8 +97,8 @@ def _figures(stats: Stats) -> Table:
     return Table(title="What was measured", caption="Totals of this rank.", rows=tuple(rows))
 
 
-def history_of(handle: Tides) -> Table:
-    """Each decision; the head alone where nothing happened."""
+def history_of(handle: Tides) -> tuple[Table, ...]:
+    """A table of each decision; none where nothing happened."""
     rows = [("after forward pass", "why", "budget for the solver", "plan", "took")]
     rows += [
         (
@@ -120,116 +111,11 @@ def history_of(handle: Tides) -> Table:
         for event in handle.events
     ]
     caption = "Each time that the plan was made or corrected."
-    return Table(title="What happened", caption=caption, rows=tuple(rows))
+    return (Table(title="What happened", caption=caption, rows=tuple(rows)),) if len(rows) > 1 else ()
 
 
-def _some(table: Table | None) -> tuple[Table, ...]:
-    return () if table is None or len(table.rows) < 2 else (table,)
-
-
-METRICS, RUN, PLAN, STEP, EVENTS = "metrics.jsonl", "run.json", "plan.json", "step.json", "events.json"
-_EVERY_STEPS = 16
-"""Of the files of ranks, once so many steps have had one each: counted, so that all ranks write the same steps."""
-_MOST_WRITES = 64
-"""Batches that change their shape all the time change plans as often; those after that are not worth a file."""
-_MOST_PEAKS = 4096
-
-
-def rank_name(rank: int) -> str:
-    return f"rank-{rank}.json"
-
-
-class RunFiles:
-    """Of one rank. `warn` hears, once, that a file could not be written."""
-
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._warn = warn
-        self._has_warned = False
-        self._state: RunState | None = None
-        self._digest: str | None = None
-        self._story: Table | None = None
-        self._num_writes = 0
-        self._peaks: list[tuple[int, int]] = []
-        self._num_rank_steps = 0
-
-    def begin(self, *, num_steps: int, num_ranks: int, is_first: bool, device: str) -> None:
-        """Training begins. The first rank says so, and clears what an earlier run has left."""
-        self._state = RunState.now(num_steps=num_steps, num_ranks=num_ranks, device=device)
-        if is_first:
-            for name in (PLAN, STEP, EVENTS, *(path.name for path in self._folder.glob("rank-*.json"))):
-                with contextlib.suppress(OSError):
-                    (self._folder / name).unlink(missing_ok=True)
-            self._write(RUN, to_json(self._state))
-
-    def end(self, *, stopped_by: str | None) -> None:
-        """Of the first rank: all steps are done, or a signal came. Nothing where there was none to do."""
-        if self._state is None:
-            return
-        state = dataclasses.replace(self._state, state="stopped" if stopped_by else "done", why=stopped_by or "")
-        self._write(RUN, to_json(state))
-
-    def failed(self, why: str, *, step: int, rank: int) -> None:
-        """Of the rank that failed first. Nothing before training has begun."""
-        if self._state is not None:
-            state = dataclasses.replace(self._state, state="failed", why=why, step=step, rank=rank)
-            self._write(RUN, to_json(state))
-
-    def follow(self, handle: Any) -> None:
-        """Write the plan in force, if it is another one than before. A handle without a solved plan writes nothing."""
-        if not (isinstance(handle, Tides) and isinstance(handle.source, Autopilot)) or self._num_writes == _MOST_WRITES:
-            return
-        plan = handle.plan
-        if plan is None or plan.predicted is None:
-            return
-        story = history_of(handle)
-        if story != self._story:
-            self._story = story
-            self._write(EVENTS, to_json(story))
-        if plan.digest() == self._digest:
-            return
-        planner = handle.source.planner
-        assert handle.profile is not None and planner.facts.link is not None
-        known: Any = {"link": planner.facts.link, "has_gradients": handle.source.has_gradients, "costs": HOST_COSTS}
-        played = play(plan, handle.profile, planner.config, **known)
-        self._digest = plan.digest()
-        self._num_writes += 1
-        self._write(PLAN, plan.to_json())
-        self._write(STEP, to_json(played))
-
-    def note_peak(self, step: int, peak_bytes: int | None) -> None:
-        """Of this rank, after each step."""
-        if peak_bytes is not None:
-            self._peaks.append((step, peak_bytes))
-        if len(self._peaks) > _MOST_PEAKS:
-            self._peaks = self._peaks[::2]
-
-    def note_rank(self, make: Callable[[], RankStep], *, step: int, is_last: bool) -> None:
-        """Write what this rank did in a step: of the first steps, of some later ones, and of the last."""
-        self._num_rank_steps += 1
-        if is_last or self._num_rank_steps <= _EVERY_STEPS or step % _EVERY_STEPS == 0:
-            made = dataclasses.replace(make(), peaks=tuple(self._peaks))
-            self._write(rank_name(made.rank), to_json(made))
-
-    def _write(self, name: str, text: str) -> None:
-        partial = self._folder / f".{name}.partial"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self._folder / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            if not self._has_warned:
-                self._has_warned = True
-                self._warn(
-                    f"lowtide: {self._folder / name} cannot be written: {error.strerror}; training goes on, and its "
-                    "report will lack what happens from now on"
-                )
-
-
+METRICS, PLAN, STEP = "metrics.jsonl", "plan.json", "step.json"
 _MOST_BYTES = 1 << 28
-_MOST_RANKS = 4096
 _Read = TypeVar("_Read")
 
 
@@ -240,45 +126,38 @@ def report_of_folder(folder: Path) -> Report:
         raise ConfigError(f"{folder}: this is a file; give the train.output_dir of a run of `lowtide train`")
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the train.output_dir of a run of `lowtide train`")
-    if not metrics.is_file() and not (folder / RUN).is_file():
+    if not metrics.is_file():
         raise ConfigError(
             f"{folder}: no run of `lowtide train`: there is no {METRICS} in it; give its train.output_dir"
         )
-    rows = tuple(_rows(metrics)) if metrics.is_file() else ()
+    rows = tuple(_rows(metrics))
     history = tuple(
         StepRow(step=row["step"], loss=row["loss"], seconds=row["step_seconds"], peak_bytes=row["peak_bytes"])
         for row in rows
     )
     plan, played = _plan_and_step(folder)
-    ranks = tuple(_ranks(folder))
     recorded = (rows[-1] if rows else {}).get("plan") or {}
     same = [row for row in rows if (row.get("plan") or {}).get("digest") == recorded.get("digest")]
     peaks = [row["peak_bytes"] for row in same if row["peak_bytes"] is not None]  # not those of plans that are gone
-    state = _read(folder, RUN, functools.partial(from_json, RunState))
     measured = Measured(
         peak_bytes=max(peaks, default=None),
-        is_without_temporaries=state is not None and state.device == "cpu",
+        is_without_temporaries=any(row.get("device") == "cpu" for row in rows[-1:]),
         step_seconds=recorded.get("measured_seconds"),
     )
-    story = _read(folder, EVENTS, functools.partial(from_json, Table))
     return Report(
-        title=f"{folder.name or folder.resolve().name}: {_what(plan, ranks)}",
+        title=f"{folder.name or folder.resolve().name}: {_what(plan)}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
-        tiles=tuple(_tiles(plan, history, measured, ranks, _moved(rows[-1] if rows else {}))),
+        tiles=tuple(_tiles(plan, history, measured, _moved(rows[-1] if rows else {}))),
         remarks=tuple(remarks_of(plan)) if plan is not None else (),
         plan=plan,
         played=played,
-        tables=tuple(_tables(plan, ranks, measured)) + _some(story),
+        tables=(account_table(plan),) if plan is not None and plan.account else (),
         history=history,
         measured=measured,
-        ranks=ranks,
-        failure=_failure(state, history, plan, measured),
     )
 
 
-def _what(plan: Plan | None, ranks: tuple[RankStep, ...]) -> str:
-    if ranks:
-        return f"a pipeline of {len(ranks)} ranks"
+def _what(plan: Plan | None) -> str:
     if plan is not None and plan.budget_bytes:
         return f"a run within {format_bytes(plan.budget_bytes)}"
     return "a run"
@@ -288,7 +167,6 @@ def _tiles(
     plan: Plan | None,
     history: tuple[StepRow, ...],
     measured: Measured,
-    ranks: tuple[RankStep, ...],
     moved: Tile | None,
 ) -> Iterator[Tile]:
     last = history[-1] if history else None
@@ -301,11 +179,8 @@ def _tiles(
         yield from tiles_of(plan, measured)
     elif last is not None:
         if measured.peak_bytes is not None:
-            which = ("of the first rank",) if ranks else ()
-            lacks = ("temporaries not counted",) if measured.is_without_temporaries else ()
-            yield Tile(
-                what="peak, measured", value=format_bytes(measured.peak_bytes), beside=", ".join((*which, *lacks))
-            )
+            lacks = "temporaries not counted" if measured.is_without_temporaries else ""
+            yield Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=lacks)
         if moved is not None:
             yield moved
         seconds = sorted(row.seconds for row in history)[len(history) // 2]
@@ -324,43 +199,9 @@ def _moved(row: dict[str, Any]) -> Tile | None:
     return saved_tile_of_forwards(who, saved_bytes=saved, held_bytes=kept + aliased, num_forwards=num_forwards)
 
 
-def _tables(plan: Plan | None, ranks: tuple[RankStep, ...], measured: Measured) -> Iterator[Table]:
-    if ranks:
-        yield rank_table(ranks, is_without_temporaries=measured.is_without_temporaries)
-    if plan is not None and plan.account:
-        yield account_table(plan)
-
-
-def _failure(
-    state: RunState | None, history: tuple[StepRow, ...], plan: Plan | None, measured: Measured
-) -> tuple[str, ...]:
-    """What ended the run, and what was known of its memory until then."""
-    said = () if state is None else verdict(state, history[-1].step if history else 0)
-    if not said:
-        return ()
-    known = []
-    peaks = [row.peak_bytes for row in history if row.peak_bytes is not None]
-    if peaks:
-        known.append(f"the highest peak until then was {format_bytes(max(peaks))}")
-    if plan is not None and plan.predicted is not None:
-        budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
-        known.append(f"the plan had said {format_bytes(plan.predicted.peak_bytes)}{budget}")
-    text = "; ".join(known)
-    return (*said, f"{text[0].upper()}{text[1:]}.") if text else said
-
-
 def _plan_and_step(folder: Path) -> tuple[Plan | None, Played | None]:
     plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, functools.partial(from_json, Played))
     return (None, None) if plan is None or played is None else (plan, played)
-
-
-def _ranks(folder: Path) -> Iterator[RankStep]:
-    """By number; a rank that wrote nothing here is left out."""
-    numbers = [path.name[len("rank-") : -len(".json")] for path in folder.glob("rank-*.json")]
-    for number in sorted(int(each) for each in numbers if each.isdecimal())[:_MOST_RANKS]:
-        found = _read(folder, rank_name(number), functools.partial(from_json, RankStep))
-        if found is not None:
-            yield found
 
 
 def _read(folder: Path, name: str, parse: Callable[[str], _Read]) -> _Read | None:

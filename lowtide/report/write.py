@@ -42,14 +42,12 @@ from lowtide.errors import ConfigError, wrong_argument
 from lowtide.report.pictures import (
     DARK,
     LIGHT,
-    fate_picture,
     history_picture,
     lane_picture,
     memory_picture,
     sweep_picture,
 )
-from lowtide.report.played_step import OWNERS, Played, largest_difference
-from lowtide.report.rank_step import COMPUTE, RankStep
+from lowtide.report.played_step import OWNERS, Played
 from lowtide.report.report import Report, document
 from lowtide.timeline.events import Event
 from lowtide.units import format_bytes
@@ -241,9 +239,9 @@ _FAR_GAP = 0.1
 """Share of the fastest step possible that a plan may be away from it before a caption says so."""
 _CSS = """
 :root { color-scheme: light dark;
-  --ink: #1d2733; --soft: #57626e; --paper: #ffffff; --card: #f5f7f9; --line: #d8dee4; --bad: #c2352b; }
+  --ink: #1d2733; --soft: #57626e; --paper: #ffffff; --card: #f5f7f9; --line: #d8dee4; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9aa6b2; --paper: #11161c; --card: #1a2129; --line: #323c47; --bad: #ff7b6e; }
+  :root { --ink: #e6edf3; --soft: #9aa6b2; --paper: #11161c; --card: #1a2129; --line: #323c47; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1.2rem 4rem; max-width: 62rem; background: var(--paper); color: var(--ink);
@@ -263,8 +261,6 @@ pre { background: var(--card); border-radius: .5rem; padding: .8rem; overflow-x:
 @media (max-width: 43rem) { body { padding: 1rem .8rem 3rem; }
   figure > .wide::before { content: "wider than this screen: it scrolls to the right"; position: sticky; left: 0;
        color: var(--soft); font-size: .8rem; } }
-.failure { border-left: .3rem solid var(--bad); background: var(--card); border-radius: .3rem; padding: .6rem .9rem;
-       margin: 1rem 0; overflow-wrap: anywhere; white-space: pre-line; } .failure b { color: var(--bad); }
 """
 
 
@@ -273,14 +269,11 @@ def page(report: Report) -> str:
     parts = [
         f"<h1>{escape(report.title)}</h1>",
         f'<p class="soft">{escape(report.subtitle)}</p>',
-        _failure(report),
         _tiles(report),
         *(f"<p>{escape(line)}</p>" for line in report.remarks),
     ]
     pictures = [history_picture(report.history, report.plan, theme) for theme in (LIGHT, DARK)]
-    parts += _section("The run", _of_run(report), pictures)
-    if report.ranks:
-        parts.append(_ranks(report))
+    parts += _section("The run", "Measured, of the first rank: every step that was done.", pictures)
     if report.played is not None:
         parts += _section(
             "Memory over one step",
@@ -293,11 +286,6 @@ def page(report: Report) -> str:
             "What runs when",
             "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so.",
             [lane_picture(report.played, theme) for theme in (LIGHT, DARK)],
-        )
-    if report.plan is not None:
-        pictures = [fate_picture(report.plan, theme) for theme in (LIGHT, DARK)]
-        parts += _section(
-            "The fate of each activation", "Decided by the plan; the table at the end has the reasons.", pictures
         )
     if report.sweep:
         pictures = [sweep_picture(report.sweep, theme, report.measured) for theme in (LIGHT, DARK)]
@@ -325,20 +313,6 @@ def _sweep_caption(report: Report) -> str:
     return f"{caption} A faster one may exist at {where}: plan for that budget itself, which searches longer."
 
 
-def _failure(report: Report) -> str:
-    """What a reader must know before all else."""
-    if not report.failure:
-        return ""
-    heading, *lines = report.failure
-    body = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
-    return f'<div class="failure"><b>{escape(heading)}</b>{body}</div>'
-
-
-def _of_run(report: Report) -> str:
-    whose = "of the first rank" if report.ranks else "of this rank"
-    return f"Measured, {whose}: every step that was done."
-
-
 def _second_runs(report: Report) -> str:
     assert report.played is not None and report.plan is not None
     layers = {f"recompute {layer}" for layer in report.plan.layers}
@@ -348,34 +322,10 @@ def _second_runs(report: Report) -> str:
 
 
 def _measured_line(report: Report) -> str:
-    """Which lines of the memory picture are measured."""
+    """Which line of the memory picture is measured."""
     if report.measured.peak_bytes is None:
         return " Nothing here is measured: this plan has not run."
-    if report.measured.curve is None:
-        return (
-            " The measured line is one figure, the highest peak of all steps. The bytes over time were not measured; a "
-            "step inside of tide.audit() measures them."
-        )
-    said = (
-        " The measured line has the bytes after each operator of an audited step (tide.audit()). Counting makes a step "
-        "slower, so each layer's part is stretched to the predicted time; within a layer the line may lie to the left "
-        "or to the right of the prediction."
-    )
-    assert report.played is not None
-    apart, num_parts = largest_difference(report.measured.curve, report.played)
-    return said + (
-        f" From layer to layer the step has {num_parts} parts; their highest bytes, measured and predicted, are at "
-        f"most {format_bytes(apart)} apart."
-    )
-
-
-def _ranks(report: Report) -> str:
-    """Where the lanes of the ranks can be seen."""
-    first = report.ranks[0]
-    return (
-        f'<p class="soft">Step {first.step}, schedule {escape(first.schedule)}: what each rank did when, and its '
-        "memory after each action, is in the trace. Write a report that ends in .trace.json, for Perfetto.</p>"
-    )
+    return " The measured line is one figure, the highest peak of all steps."
 
 
 def _tiles(report: Report) -> str:
@@ -414,7 +364,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 FORMS = (".html", ".trace.json", ".json", ".pickle")
 _THREADS = {"compute": 1, "stall": 2, "out": 3, "in": 4}
 _NAMES = {"compute": "compute", "stall": "compute waits for", "out": "copies out", "in": "copies in"}
-_RANK_THREADS = (COMPUTE, ("wait",), ("send",), ("receive",))
 
 
 def check_form(path: str | os.PathLike[str]) -> None:
@@ -444,8 +393,6 @@ def _content(report: Report, name: str) -> bytes:
     if name.endswith(".html"):
         return page(report).encode()
     if name.endswith(".trace.json"):
-        if report.ranks:
-            return json.dumps(trace_of_ranks(report.ranks, report.title)).encode()
         return json.dumps(trace(_step_of(report, name), report.title)).encode()
     if name.endswith(".pickle"):
         return to_bytes(snapshot([_step_of(report, name)]))
@@ -458,9 +405,9 @@ def _step_of(report: Report, name: str) -> Played:
     return report.played
 
 
-def _complete(event: Event, process: int, thread: int, origin: float = 0.0) -> dict[str, Any]:
-    begin, lasts = (event.start - origin) * 1e6, (event.end - event.start) * 1e6
-    return {"ph": "X", "pid": process, "tid": thread, "name": event.name, "ts": begin, "dur": lasts}
+def _complete(event: Event) -> dict[str, Any]:
+    begin, lasts = event.start * 1e6, (event.end - event.start) * 1e6
+    return {"ph": "X", "pid": 1, "tid": _THREADS[event.lane], "name": event.name, "ts": begin, "dur": lasts}
 
 
 def trace(played: Played, title: str) -> dict[str, Any]:
@@ -468,27 +415,8 @@ def trace(played: Played, title: str) -> dict[str, Any]:
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
     for lane, thread in _THREADS.items():
         events.append({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": _NAMES[lane]}})
-    for event in played.events:
-        events.append(_complete(event, 1, _THREADS[event.lane]))
+    events += [_complete(event) for event in played.events]
     for tick, start in enumerate(played.starts):
         values = {owner: part[tick] for owner, part in zip(OWNERS, played.bytes_by_owner, strict=True)}
         events.append({"ph": "C", "pid": 1, "name": "bytes on the device", "ts": start * 1e6, "args": values})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def trace_of_ranks(ranks: Sequence[RankStep], title: str) -> dict[str, Any]:
-    """The last step of each rank of a pipeline, as measured: a process for each rank, with its lanes."""
-    events: list[dict[str, Any]] = []
-    origin = min(each.start for each in ranks)
-    for each in ranks:
-        name = f"{title}: rank {each.rank} ({each.holds})"
-        events.append({"ph": "M", "pid": each.rank, "name": "process_name", "args": {"name": name}})
-        for number, lanes in enumerate(_RANK_THREADS):
-            words = "compute" if lanes is COMPUTE else lanes[0]
-            events.append({"ph": "M", "pid": each.rank, "tid": number, "name": "thread_name", "args": {"name": words}})
-            events += [_complete(span, each.rank, number, origin) for span in each.spans if span.lane in lanes]
-        for seconds, found in each.memory:
-            args = {each.memory_is: found}
-            at = (seconds - origin) * 1e6
-            events.append({"ph": "C", "pid": each.rank, "name": "bytes on the device", "ts": at, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

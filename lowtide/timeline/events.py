@@ -55,7 +55,7 @@ class Event:
     """Something that occupied a lane. Seconds from the start of the step."""
 
     lane: str
-    """'compute', 'out', 'in', or 'stall' (compute waited); of a rank of a pipeline its own (report/rank_step.py)."""
+    """'compute', 'out', 'in', or 'stall' (compute waited)."""
     name: str
     """Of an item; of a tick: 'forward 12', 'backward 3'."""
     start: float

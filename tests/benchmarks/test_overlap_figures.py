@@ -19,8 +19,9 @@ from benchmarks.overlap_figures import (
 from lowtide.pipeline.clock import Durations
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.live_chunks import paired_share
-from lowtide.pipeline.overlap import BACKWARD, FORWARD, Event, exposed
+from lowtide.pipeline.overlap import BACKWARD, FORWARD, Event
 from lowtide.pipeline.schedule import Action, Kind, Pair
+from tests.support.exposed import exposed
 
 HALVES = {"F": FORWARD, "B": BACKWARD}
 

@@ -11,7 +11,7 @@ from lowtide.cli.main import COMMANDS, main
 
 RUN = "model: {model_type: gpt2, n_embd: 16, n_layer: 1, n_head: 1}\ndata: {files: [text], sequence_length: 16}\n"
 RUN += "train: {steps: 1, batch_size: 2, device: cpu}\n"
-KNOWN = "'diff', 'doctor', 'explain', 'export', 'glossary', 'plan', 'profile', 'report', 'train'"
+KNOWN = "'diff', 'doctor', 'explain', 'export', 'plan', 'profile', 'report', 'train'"
 FORMS = "write to a file that ends in .html, .trace.json, .json or .pickle"
 NO_RUN = "there is no metrics.jsonl in it; give its train.output_dir"
 SIZE = "is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"
@@ -24,7 +24,6 @@ CASES = {
     "diff --jsn a b": "lowtide diff: unknown argument '--jsn'; did you mean '--json'?; see lowtide diff --help",
     "doctor --disks /tmp": "lowtide doctor: unknown argument '--disks'; did you mean '--disk'?; see lowtide doctor --help",
     "doctor --disk": "lowtide doctor: argument --disk: expected one argument; see lowtide doctor --help",
-    "glossary stal": "glossary: no entry for 'stal'; did you mean 'stall'? (lowtide glossary lists all words)",
     "export gone.json": "lowtide export: the following arguments are required: --to, --profile; see lowtide export --help",
     "explain gone.yaml": "gone.yaml: no such file; check the path",
     "explain run.yaml --pp x": "lowtide explain: argument --pp: invalid int value: 'x'; see lowtide explain --help",

@@ -21,7 +21,6 @@ from lowtide.cli.run_step import trace_run, weights_of_run
 from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.planner.optimizer_kinds import NOT_OF_SHARDS
 from lowtide.planner.place_state import bucket_size
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report import budget_sweep
@@ -264,9 +263,6 @@ def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -
     for what in ("weights", "optimizer state"):
         assert after[what] == pytest.approx(before[what] / 4, rel=0.01)
     assert after["activations"] == before["activations"]
-    kinds = {kind["name"]: kind["state_bytes"] for kind in found["optimizers"]}
-    assert kinds["AdamW"] == 2 * kinds["SGD with momentum"] == 2 * after["weights"]
-    assert set(NOT_OF_SHARDS).isdisjoint(kinds) and {"SGD", "AdamW with fp32 masters"} < set(kinds)
     network = found["network"]
     assert (network["ranks"], network["cluster"]) == (4, "h200")
     added = network["exposed_seconds"] + network["slowed_seconds"] + network["copy_seconds"]
@@ -275,7 +271,6 @@ def test_one_rank_of_a_fully_sharded_model(capsys: pytest.CaptureFixture[str]) -
     assert plan("--budget", "1GiB", "--cluster", "ideal") == 0
     printed = capsys.readouterr().out
     assert "\nfully sharded over 4 ranks (cluster ideal): step " in printed
-    assert "\nnot counted for parameters in shards: Adafactor, AdamW in 8 bits\n" in printed
     write(RUN + "parallel: {data: 4, shard: hsdp, replicas: 2}\n")
     assert plan("--budget", "1GiB") == 0
     assert "\nfully sharded over 2 ranks, 2 replicas (cluster h200): step " in capsys.readouterr().out
@@ -464,11 +459,6 @@ def test_what_a_budget_comes_to_is_said(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", "run.yaml", "--hardware", "H200", "--budget", "90%"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "budget 90% = 118.2 GiB: of 131.3 GiB of h200"
-    assert printed[-1] == "what a word means: lowtide glossary, or lowtide glossary WORD"
-    assert "what other optimizers would need" in printed
-    rows = [line.split("  ")[0] for line in printed]
-    assert {"SGD", "Adafactor", "AdamW in 8 bits", "Muon", "AdamW", "AdamW with fp32 masters"} <= set(rows)
-    assert any(line.startswith("gradients: 0.") for line in printed)
 
 
 def test_gradients_that_are_freed_as_they_are_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -479,20 +469,6 @@ def test_gradients_that_are_freed_as_they_are_used(capsys: pytest.CaptureFixture
     assert account["peak"]["planned_bytes"] < found["plan"]["predicted"]["floor_bytes"]
     write(RUN.replace("hidden_size: 32", "hidden_size: 128"), grad_accumulation=2)
     assert "in_backward" not in document(capsys, "--budget", "1GiB")
-
-
-def test_a_preset_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    write(RUN + "  preset: smallest\n")
-    found = document(capsys)
-    predicted = found["plan"]["predicted"]
-    assert predicted["peak_bytes"] == predicted["floor_bytes"]
-    auto, said = found["budget_came_from"]
-    assert auto.startswith("preset smallest, within budget auto = 124.8 GiB: 131.3 GiB of h200 less 6.6 GiB (5 %) ")
-    assert said.startswith("preset smallest: peak ")
-    refused = error_of(capsys, "plan", "run.yaml", "--budget", "auto")
-    assert refused == (
-        "run.yaml:16:11: 'memory.preset' chooses a budget by itself; leave the preset or the budget out (--budget)"
-    )
 
 
 def test_a_profile_of_another_batch(capsys: pytest.CaptureFixture[str]) -> None:

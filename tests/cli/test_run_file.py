@@ -70,7 +70,7 @@ def test_memory_section_is_read_with_its_places() -> None:
         (
             GOOD + "memory: 20GiB\n",
             "run.yaml:3:9: expected a mapping or null for 'memory', not '20GiB'; write 'key: value', with these keys: "
-            "budget, preset, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, mlp, "
+            "budget, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, mlp, "
             "min_bytes, check, strict, layers",
         ),
         (
@@ -78,13 +78,8 @@ def test_memory_section_is_read_with_its_places() -> None:
             "run.yaml:3:16: expected a list for 'memory.keep', not 'layers.3'; write [layers.3]",
         ),
         (
-            GOOD + "pipeline: {stages: 2, micro_batches: 4}\nmemory: {preset: balanced}\n",
-            "run.yaml:4:18: 'memory.preset' cannot be balanced beside a pipeline yet; write preset: fastest, or a "
-            "budget such as 20GiB or 90%",
-        ),
-        (
-            GOOD + "recompute_config: {recompute: true}\nmemory: {preset: balanced}\n",
-            "run.yaml:4:18: 'memory.preset' cannot stand beside recompute_config and swap_config; write all of it "
+            GOOD + "recompute_config: {recompute: true}\nmemory: {budget: 20GiB}\n",
+            "run.yaml:4:18: 'memory.budget' cannot stand beside recompute_config and swap_config; write all of it "
             "here, or all of it there",
         ),
         (
@@ -159,12 +154,6 @@ def test_memory_section_is_read_with_its_places() -> None:
 )
 def test_mistakes(text: str, expected: str) -> None:
     assert message(text) == expected
-
-
-def test_the_fastest_preset_stands_beside_a_pipeline() -> None:
-    Path("run.yaml").write_text(GOOD + "pipeline: {stages: 2, micro_batches: 4}\nmemory: {preset: fastest}\n")
-    memory = load_run("run.yaml").memory
-    assert memory is not None and memory.preset == "fastest"
 
 
 def test_reading_a_run_file_does_not_import_torch() -> None:

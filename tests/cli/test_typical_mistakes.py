@@ -71,7 +71,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a share": (lambda: lowtide.optimize(llama(), 0.9), "memory.budget: expected a size such as 20GiB, a share such as 90% or auto, not 0.9"),
     "a share above all": (lambda: lowtide.optimize(llama(), "200%"), "memory.budget: '200%' is not a share of a device; write more than 0% and at most 100%, such as 90%"),
     "nothing": (lambda: lowtide.optimize(llama(), "0GiB"), "memory.budget: must be more than 0 bytes; write e.g. budget: 20GiB, or leave it out"),
-    "budget and preset": (lambda: lowtide.optimize(llama(), "1GiB", memory={"preset": "smallest"}), "memory.preset: chooses a budget by itself; leave the preset or the budget out"),
     "a size to apply": (lambda: lowtide.apply(llama(), "20GiB"), "lowtide.apply: '20GiB' is a budget, not a plan; write lowtide.optimize(model, budget='20GiB')"),
     "a file that is not there": (lambda: lowtide.apply(llama(), "missing.yaml"), "missing.yaml: no such file; check the path"),
     "a key": (lambda: lowtide.apply(llama(), {"recomptue": "all"}), "memory.recomptue: unknown key; did you mean 'recompute'?"),

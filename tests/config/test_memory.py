@@ -72,12 +72,11 @@ def test_nothing_asked_is_nothing_done() -> None:
 
 
 def test_what_leaves_the_budget_to_the_device_sets_the_solver_free_too() -> None:
-    for written in ({"budget": "90%"}, {"budget": "AUTO"}, {"budget": " 12.5 % "}, {"preset": "balanced"}):
+    for written in ({"budget": "90%"}, {"budget": "AUTO"}, {"budget": " 12.5 % "}):
         config = load_memory(written)
         assert config.has_budget and config.recomputes_freely and config.swaps_freely
         assert config.slices_loss == {"may": True, "must": False, "rows": None, "mlp_rows": None}
     assert load_memory({"budget": " 12.5 % "}).budget == BudgetShare(Fraction(25, 2))
-    assert load_memory({"recompute": "auto", "preset": "fastest"}).preset == "fastest"
 
 
 def test_bytes_ask_no_device() -> None:
@@ -86,21 +85,19 @@ def test_bytes_ask_no_device() -> None:
 
     config = load_memory({"budget": "1GiB"})
     settled = config.settled(unknown)
-    assert (settled.config, settled.budget_bytes, settled.preset, settled.line) == (config, 1 << 30, None, "")
+    assert (settled.config, settled.budget_bytes, settled.line) == (config, 1 << 30, "")
 
 
-def test_shares_and_presets_become_bytes_on_a_device(in_tmp: Path) -> None:
+def test_shares_become_bytes_on_a_device(in_tmp: Path) -> None:
     memory = DeviceMemory(total_bytes=80 << 30, free_bytes=80 << 30, where="of h100")
     Path("memory.yaml").write_text("budget: 90%\nkeep: [layers.0]\n")  # plain text: a share is no number for YAML
     settled = load_memory("memory.yaml").settled(lambda: memory)
     assert settled.budget_bytes == settled.config.budget == 72 << 30
-    assert settled.config.keep == ("layers.0",) and settled.preset is None
+    assert settled.config.keep == ("layers.0",)
     assert settled.line == "budget 90% = 72.0 GiB: of 80.0 GiB of h100"
-    settled = load_memory({"preset": "balanced"}).settled(lambda: memory)
-    assert (settled.preset, settled.config.preset, settled.config.budget) == ("balanced", None, 76 << 30)
-    assert settled.line == (
-        "preset balanced, within budget auto = 76.0 GiB: 80.0 GiB of h100 less 4.0 GiB (5 %) for what no plan counts"
-    )
+    settled = load_memory({"budget": "auto"}).settled(lambda: memory)
+    assert settled.config.budget == 76 << 30
+    assert settled.line == "budget auto = 76.0 GiB: 80.0 GiB of h100 less 4.0 GiB (5 %) for what no plan counts"
 
 
 def test_all() -> None:
@@ -138,14 +135,6 @@ def test_a_budget_sets_the_solver_free() -> None:
             {"host_budget": "90%"},
             "memory.host_budget: '90%' is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB",
         ),
-        (
-            {"preset": "smallest", "budget": "20GiB"},
-            "memory.preset: chooses a budget by itself; leave the preset or the budget out",
-        ),
-        (
-            {"preset": "smalest"},
-            "memory.preset: expected fastest, balanced, smallest or null, not 'smalest'; did you mean 'smallest'?",
-        ),
         ({"recompute": "auto"}, "memory.recompute: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"optimizer": "host"}, "memory.optimizer: expected keep, swap or auto, not 'host'"),
@@ -179,10 +168,10 @@ def test_mistakes(mapping: dict[str, Any], message: str) -> None:
         ("memroy: {swap: all}\n", "run.yaml:1:1: unknown section 'memroy'; did you mean 'memory'?"),
         ("train: {steps: 1}\nmemmory: {}\n", "run.yaml:2:1: unknown section 'memmory'; did you mean 'memory'?"),
         ("model: {path: x}\n", "run.yaml:1:1: missing section 'memory'; write 'memory:' and its keys below it: budget, "
-         "preset, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, mlp, min_bytes, check, "
+         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, mlp, min_bytes, check, "
          "strict, layers"),
         ("budgett: 1GiB\n", "run.yaml:1:1: unknown key 'budgett'; did you mean 'budget'?"),
-        ("[a]\n", "run.yaml:1:1: expected a mapping, not a list; write 'key: value', with these keys: budget, preset, "
+        ("[a]\n", "run.yaml:1:1: expected a mapping, not a list; write 'key: value', with these keys: budget, "
          "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, mlp, min_bytes, check, strict, "
          "layers"),
     ],

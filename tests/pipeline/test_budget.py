@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.config.memory import load_memory
-from lowtide.core.budget import DeviceMemory
-from lowtide.errors import ConfigError
 from lowtide.pipeline.budget import fit_stages
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
@@ -121,8 +118,6 @@ def test_mistakes_are_refused_on_all_ranks(answers: dict[str, tuple[Any, ...]]) 
         "observed; leave weight_gradients out",
         "pipeline: a budget can be planned for pairs that lowtide.pipeline.Overlap carries out; of another run_pair "
         "nobody knows what is computed at the same time. Give Overlap().run_pair, or leave it out",
-        "pipeline: a budget cannot be planned for an Overlap with fill=, since what that holds is not observed; leave "
-        "fill out",
         "memory.optimizer: the state of an optimizer is to be elsewhere between steps, and fit_stages was given none: "
         "pass optimizer=, or write optimizer: keep",
         "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out",
@@ -130,7 +125,7 @@ def test_mistakes_are_refused_on_all_ranks(answers: dict[str, tuple[Any, ...]]) 
     ]
     assert second[0] == first[0].removesuffix(" (rank 1)")
     assert second[1] == f"{first[1]} (rank 0)"
-    assert second[2:7] == first[2:7]
+    assert second[2:6] == first[2:6]
 
 
 def test_a_stage_that_raises_while_it_is_observed_ends_all_ranks(answers: dict[str, tuple[Any, ...]]) -> None:
@@ -177,21 +172,3 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment() -> 
         with fit_stages(pipeline, batch, batch, memory=memory, optimizer=optimizer, engine=virtual(0)) as plans:
             assert (plans.optimizer_swap is not None) == moves
             assert plans.found.peak_bytes <= budget
-
-
-def test_the_fastest_preset_is_a_budget_of_auto() -> None:
-    """So stages take it; the other presets need plans for several budgets."""
-    memory = DeviceMemory(total_bytes=64 << 30, free_bytes=60 << 30, where="of a made-up device")
-    settled, auto = (
-        load_memory(asked).settled(lambda: memory) for asked in ({"preset": "fastest"}, {"budget": "auto"})
-    )
-    assert (settled.config, settled.budget_bytes) == (auto.config, auto.budget_bytes)
-    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=1)
-    pipeline = Pipeline(schedule, {0: nn.Linear(4, 4)}, loss=nn.functional.mse_loss)
-    batch = [torch.ones(2, 4)]
-    with pytest.raises(ConfigError) as caught:
-        fit_stages(pipeline, batch, batch, memory={"preset": "smallest"})
-    assert str(caught.value) == (
-        "memory.preset: cannot be smallest beside a pipeline yet; write preset: fastest, or a budget such as 20GiB "
-        "or 90%"
-    )

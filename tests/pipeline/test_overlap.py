@@ -25,9 +25,10 @@ from lowtide.engines.base import Lane
 from lowtide.errors import ConfigError, RecomputeRefusedError
 from lowtide.pipeline import Overlap, all_to_all, start_all_to_all
 from lowtide.pipeline.exchange import Route
-from lowtide.pipeline.overlap import Event, exposed
+from lowtide.pipeline.overlap import Event
 from tests.pipeline import moe
 from tests.pipeline.late_link import late
+from tests.support.exposed import exposed
 from tests.support.virtual_engine import VirtualEngine
 from tests.support.zoo import same_bits
 
@@ -120,26 +121,20 @@ def test_pairs_have_the_bits_of_their_halves_alone_and_hide_every_exchange(hides
 
 
 @pytest.mark.parametrize(("num_forward", "num_backward"), [(1, 3), (3, 1)])
-def test_a_half_with_more_exchanges_goes_on_alone_and_fills(num_forward: int, num_backward: int) -> None:
+def test_a_half_with_more_exchanges_goes_on_alone(num_forward: int, num_backward: int) -> None:
     ahead, behind = moe.make(0, 1, num_layers=num_forward), moe.make(0, 1, num_layers=num_backward)
     batch = moe.batches(0, 1)[0]
     log: list[Event] = []
-    filled: list[int] = []
-    overlap = Overlap(start=late, log=log, fill=lambda: filled.append(len(log)))
+    overlap = Overlap(start=late, log=log)
     torch.manual_seed(5)
     truth = moe.result(behind, alone(behind, [batch]))
     torch.manual_seed(5)
     made: list[Tensor] = []
     overlap.run_pair(lambda: made.append(behind(batch)), None)
-    assert len(filled) == 2 * num_backward
     overlap.run_pair(lambda: ahead(batch), made[0].backward)
     found = moe.result(behind, [made[0].detach()])
     assert different(found, truth) == []
-    # Each exchange that nobody hides is filled, between its start and its wait.
-    assert len(filled) == 2 * num_backward + len(exposed(event for event in log if event.pair == 1))
     assert len(exposed(event for event in log if event.pair == 1)) == (3 if num_backward > num_forward else 4)
-    for place in filled:
-        assert (log[place - 1].kind, log[place].kind) == ("segment", "wait")
 
 
 def test_exactly_one_half_runs() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.pipeline.overlap import exposed
 from tests.support import two_ranks
+from tests.support.exposed import exposed
 
 BITS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lowtide.core.fate import Fate
-from lowtide.planner.greedy import closed_form
 from lowtide.planner.relaxation import Program
+from lowtide.planner.solve import closed_form
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import StepArrays
 from tests.planner.cases import H200_LINK, MIB, llama, llama_budget, random_case

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import sys
 import time
 
 import pytest
@@ -137,21 +136,6 @@ def test_the_same_step_has_the_same_plan() -> None:
     assert first.fates == second.fates
 
 
-def test_without_scipy_the_closed_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = llama()
-    budget_bytes = llama_budget(step, 0.3)
-    best = solve(step, H200_LINK, budget_bytes)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    solution = solve(step, H200_LINK, budget_bytes)
-    assert solution.how.startswith("closed form (scipy is not installed)")
-    assert solution.bound_seconds == pytest.approx(step.compute_seconds)
-    assert solution.timeline.peak_bytes <= budget_bytes
-    slower = solution.timeline.step_seconds - best.timeline.step_seconds
-    assert slower / step.compute_seconds <= 0.006
-
-
 def test_progress_is_told_in_words() -> None:
     lines: list[str] = []
     step = llama(4)
@@ -208,21 +192,13 @@ def test_a_budget_below_the_floor_says_where_what_and_how() -> None:
     )
 
 
-def test_ways_out_name_the_host_and_the_rules() -> None:
+def test_ways_out_name_the_host() -> None:
     step = _two_item_step()
     with pytest.raises(BudgetError) as caught:
         solve(step, FAST, 4 * GIB, host_bytes=GIB)
     assert caught.value.floor_bytes == 5 * GIB
     assert caught.value.suggestions == (
         "a host budget of 2.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
-        "a budget of 5.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
-    )
-    kept = _two_item_step(fates=(Fate.KEEP,))
-    slow = Link(out_bytes_per_second=20 * GIB, in_bytes_per_second=20 * GIB)
-    with pytest.raises(BudgetError) as caught:
-        solve(kept, slow, 4 * GIB)
-    assert caught.value.suggestions == (
-        "every fate allowed for the 1 activation that rules restrict: 600.0 ms a step, 50.0 % over keeping everything",
         "a budget of 5.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
     )
 

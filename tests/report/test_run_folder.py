@@ -1,13 +1,17 @@
-"""Reports of runs of `lowtide train`: with a budget, by rules, of two stages, failed, and edited badly."""
+"""Reports of runs of `lowtide train`: with a budget, by rules, on a full disk, and edited badly."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples.train import loop, progress
+from examples.train.progress import MetricsFile, StepRecord
 from lowtide.cli.main import main
+from lowtide.report.run_folder import report_of_folder
 
 RUN = """
 model: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}}
@@ -31,7 +35,7 @@ def test_a_run_within_a_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", str(out)]) == 0
     assert capsys.readouterr().out == f"{out / 'report.html'}\n"
     text = (out / "report.html").read_text(encoding="utf-8")
-    assert text.count("<figure>") == 4  # the run, memory, lanes, fates
+    assert text.count("<figure>") == 3  # the run, memory, lanes
     assert len(text.encode()) < 2_000_000
     assert main(["report", str(out), "--out", str(tmp_path / "run.json")]) == 0
     content = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
@@ -72,3 +76,89 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / name).write_text("{}", encoding="utf-8")
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.endswith("; delete it for a report without it\n")
+
+
+class FullDisk:
+    """Every write of this file finds the disk full, after some bytes."""
+
+    def __init__(self, file: Any, num_bytes: int) -> None:
+        self._file, self._left = file, num_bytes
+
+    def write(self, data: memoryview) -> int:
+        taken = min(len(data), self._left)
+        if not taken:
+            raise OSError(28, "No space left on device")
+        self._left -= taken
+        return self._file.write(data[:taken])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step, loss=0.5, grad_norm=1.0, learning_rate=0.1, step_seconds=1.0, tokens_per_second=1.0, peak_bytes=None,
+        resident_bytes=None, peak_resident_bytes=None, tide=None,
+    )  # fmt: skip
+
+
+def test_lines_on_a_full_disk_are_whole_or_not_there(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, first_step=0, warn=said.append)
+    metrics.append(_record(1))
+    metrics._file = FullDisk(metrics._file, 20)
+    metrics.append(_record(2))
+    metrics.append(_record(3))
+    metrics._file = metrics._file._file  # there is room again
+    metrics.append(_record(4))
+    metrics.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
+    assert said == [
+        f"lowtide: {path} cannot be written: No space left on device; training goes on without a record of these steps"
+    ]
+    assert metrics.losses_sha256() is not None
+
+
+def test_a_plan_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(progress, "say_on_stderr", said.append)
+    monkeypatch.setattr(loop, "say_on_stderr", said.append)
+    write = Path.write_text
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        if self.name == ".plan.json.partial":
+            raise OSError(28, "No space left on device")
+        return write(self, text, encoding=encoding)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    out = _trained(tmp_path, "{budget: 2MiB, min_bytes: 0}", steps=3)
+    assert not (out / "plan.json").exists()
+    assert [line for line in said if line.startswith("lowtide: ") and "plan.json" in line] == [
+        f"lowtide: {out / 'plan.json'} cannot be written: No space left on device; training goes on, and its report "
+        "will lack the plan"
+    ]
+    assert main(["report", str(out), "--out", str(tmp_path / "out.json")]) == 0
+
+
+def test_losses_that_are_no_numbers(tmp_path: Path) -> None:
+    line = {"step": 1, "loss": float("nan"), "step_seconds": 0.5, "peak_bytes": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)["steps"][0]["loss"] is None
+
+
+def test_the_measured_peak_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
+    """Plans that were corrected may have needed more."""
+    tide = {"saved_bytes": 800, "kept_bytes": 200, "aliased_bytes": 40, "num_forwards": 2}
+    common = {"loss": 1.0, "step_seconds": 0.5, "tide": tide, "device": "cpu"}
+    lines = [
+        {"step": step, "peak_bytes": peak, "plan": {"digest": digest}, **common}
+        for step, peak, digest in ((1, 900 << 20, "a"), (2, 500 << 20, "b"), (3, 400 << 20, "b"))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    report = report_of_folder(tmp_path)
+    assert report.measured.peak_bytes == 500 << 20
+    peak, saved = (tile for tile in report.tiles if tile.what in ("peak, measured", "saved by the plans"))
+    assert (peak.value, peak.beside) == ("500.0 MiB", "temporaries not counted")
+    assert saved.beside == "70 % of the <0.001 MiB that a forward pass saves"

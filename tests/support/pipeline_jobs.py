@@ -219,44 +219,6 @@ def refused(rank: int) -> list[str]:
     return told
 
 
-class Watchful(nn.Module):
-    """Looks at values, counts its calls, draws, and keeps what it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-        self.seen: list[Tensor] = []
-        self.register_buffer("total", torch.zeros(()))
-
-    def forward(self, x: Tensor, scale: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        self.num_calls += 1
-        self.seen.append(x.detach())
-        self.total += x.detach().sum()
-        torch.rand(3)
-        if x.sum() > 1e9:
-            raise RuntimeError("too much")
-        return x, scale, tokens
-
-
-def trial(rank: int) -> tuple[list[str], int, list[Tensor]]:
-    """What a pipeline of stages that cannot be tried without values has found, and what its trial has left."""
-    schedule = make_schedule("1f1b", num_ranks=dist.get_world_size(), num_micro_batches=MANY)
-    stages = _own_stages(schedule, rank)
-    watchful = Watchful()
-    stages[rank].layers.insert(1, watchful)
-    pipeline = _pipeline(schedule, stages)
-    before = torch.get_rng_state()
-    pipeline.try_stages(_batch(pipeline, 0)[0])
-    left = ["random state"] if not torch.equal(before, torch.get_rng_state()) else []
-    left += ["total"] if watchful.total else []
-    found = left, watchful.num_calls, list(watchful.seen)
-    pipeline.step(*_batch(pipeline, 0))
-    assert watchful.num_calls == MANY
-    assert all(type(each) is Tensor for each in watchful.seen)
-    pipeline.close()
-    return found
-
-
 class Counting:
     """A transport that counts what was asked for and not read."""
 

@@ -493,7 +493,6 @@ class Autopilot:
             return
         start = time.perf_counter()
         budget_bytes = self.planner.budget_for(shape)
-        # A preset plans for less than the budget.
         target = int(min(shape.plan.budget_bytes or budget_bytes, budget_bytes) * _TIGHTER)
         plan = self.planner.make(shape.profile, target)  # no other rank need be out of memory
         # Only now: where no plan is that small, the budget stays as it was.

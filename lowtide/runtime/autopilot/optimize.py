@@ -74,7 +74,7 @@ def optimize(
     room = None if (config.strict if strict is None else strict) else functools.partial(_room, model, optimizer)
 
     def autopilot(tides: Tides) -> Autopilot:
-        return Autopilot(tides, Planner(model, config, chosen, group, preset=settled.preset, room=room))
+        return Autopilot(tides, Planner(model, config, chosen, group, room=room))
 
     how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group}
     return Tides(model, optimizer, chosen, autopilot, call="lowtide.optimize", **how)

@@ -8,14 +8,13 @@ Cost: a second or two for the trace, a second for the solver. Not covered: carry
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.config.memory import PRESET_BESIDE_BUDGET, MemoryConfig, check_unit, load_memory
+from lowtide.config.memory import MemoryConfig, check_unit, load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.device_memory import memory_of_model
@@ -24,7 +23,6 @@ from lowtide.loss.attach import sliced_where
 from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.presets import plan_settled
 from lowtide.profiling.fake.trace import trace
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of
@@ -48,7 +46,7 @@ def plan(
     Traces with fake tensors: runs no training step, needs no device and no memory. `batch` is a mapping
     (`model(**batch)`), a tuple (`model(*batch)`) or a callable without arguments that returns the loss; the loss is the
     output itself, its `.loss`, or `loss(output)`. `budget` is bytes or text: "20GiB", "90%" of the device, "auto" (what
-    it has less a headroom); `memory` may set limits by rules, or have a `preset` instead of a budget. `hardware` is a
+    it has less a headroom); `memory` may set limits by rules. `hardware` is a
     name (`h200`, `ascend910b`, `cpu`, ...), a TOML file, or absent: that of the model's device.
     Raises `BudgetError` when no plan fits, `ConfigError` for every other mistake.
     """
@@ -79,7 +77,7 @@ def plan(
                 return trace(model, half, hardware=chosen, loss=loss, optimizer=optimizer)
 
         how["changes"] = (Change(text=HALF_A_BATCH, helps=frozenset({ACTIVATIONS, LOSS}), profile=halved),)
-    return plan_settled(settled, functools.partial(plan_profile, profile, settled.config, **how), say)
+    return plan_profile(profile, settled.config, budget_bytes=settled.budget_bytes, **how)
 
 
 def _half(batch: Any) -> Any:
@@ -105,8 +103,6 @@ def merged_config(memory: Any, budget: int | str | None, host_budget: int | str 
         config = load_memory({**(memory or {}), **changes})
     else:
         config = load_memory(memory)
-        if budget is not None and config.preset is not None:
-            raise ConfigError(f"memory.preset: {PRESET_BESIDE_BUDGET}")
         if changes:
             config = dataclasses.replace(config, **dataclasses.asdict(_sizes(changes)))
     if not config.has_budget:

@@ -26,7 +26,6 @@ import numpy as np
 from torch import nn
 
 from lowtide.config.memory import MemoryConfig
-from lowtide.core.budget import Preset
 from lowtide.core.fate import Fate
 from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
@@ -37,7 +36,6 @@ from lowtide.errors import BudgetError
 from lowtide.loss.attach import attach_where
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.presets import plan_preset
 from lowtide.planner.problem import op_base_bytes, state_bytes
 from lowtide.planner.rerun_layers import run_again
 from lowtide.planner.smaller import form_of
@@ -65,10 +63,9 @@ class Planner:
         engine: Engine,
         group: Any,
         *,
-        preset: Preset | None = None,
         room: Callable[[], int] | None = None,
     ) -> None:
-        """`config` has its budget in bytes. `preset`: what to plan for within it.
+        """`config` has its budget in bytes.
         `room`: the bytes that the device has, for plans above the budget. Absent: the budget is strict."""
         assert isinstance(config.budget, int)
         self.config = config
@@ -79,10 +76,7 @@ class Planner:
         """Replaced whenever a step shows something new; plans that are made from then on know it."""
         self._model = model
         self._engine = engine
-        self._preset = preset
         self._room = room
-        self._told = ""
-        """The last line about the preset."""
         self._most_over_bytes = 0
         """By which a warning has said that a plan is above the budget."""
         self._loss = attach_where(model, **config.slices_loss)
@@ -129,17 +123,7 @@ class Planner:
         if self._last is None or self._last[0] is not profile or self._last[1] != facts:
             self._last = (profile, facts, _steady(facts.known_to(profile), facts))
         steady = self._last[2]
-
-        def make(**limits: Any) -> Plan:
-            return self._plan(steady, costs=HOST_COSTS, **{**how, **limits})
-
-        if self._preset is None:
-            return make()
-        plan, line = plan_preset(self._preset, budget_bytes, make)
-        if line != self._told:
-            LOG.info("lowtide: %s", line)
-        self._told = line
-        return plan
+        return self._plan(steady, costs=HOST_COSTS, **how)
 
     def _plan(self, profile: Profile, **how: Any) -> Plan:
         resident_bytes = self.facts.resident_state_bytes

@@ -23,7 +23,6 @@ from torch import nn
 
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan, notebook_html
-from lowtide.core.profile import MeasuredCurve
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
@@ -104,8 +103,6 @@ class Tide:
         self._is_removed = False
         self.audited_peak_bytes: int | None = None
         """The peak of the last audit, in bytes; None where there was none."""
-        self.audited_curve: MeasuredCurve | None = None
-        """Bytes over time in that audit."""
         self._loss = loss
         self._placed = placed
         if placed is not None:
@@ -188,17 +185,16 @@ class Tide:
         """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
         bytes. Afterwards `plan.audited_peak_bytes` has it, if a forward pass ran inside and no error came out.
 
-        A report draws the bytes over time (`audit.curve`) beside the predicted ones. Its steps take longer, by some
-        7 us an operator; it leaves nothing else. See runtime/session/audit.py.
+        Its steps take longer, by some 7 us an operator; it leaves nothing else. See runtime/session/audit.py.
         """
         before = self._counters.num_forwards
 
-        def done(peak_bytes: int | None, curve: MeasuredCurve | None) -> None:
+        def done(peak_bytes: int | None) -> None:
             if peak_bytes is not None and self._counters.num_forwards != before:
-                self.audited_peak_bytes, self.audited_curve = peak_bytes, curve
+                self.audited_peak_bytes = peak_bytes
 
         of = (self.model, self._optimizer, self.engine.device_type)
-        return Audit(*of, scheduler=lambda: self._scheduler, layers=lambda: self._plan.layers, done=done)
+        return Audit(*of, scheduler=lambda: self._scheduler, done=done)
 
     def count_buffers(self, on_buffer: Callable[[torch.UntypedStorage], None] | None) -> None:
         """Show `on_buffer` every buffer that a fetch fills, which no operator makes; None: none."""
@@ -356,7 +352,7 @@ class Tide:
             return None
         self._forwards.take_off()
         self._plan, how = smaller
-        self.audited_peak_bytes = self.audited_curve = None  # of another plan
+        self.audited_peak_bytes = None  # of another plan
         guard, slices = self._context.guard, self._context.slices
         self._context = self._context_of(self._plan)
         self._context.guard, self._context.slices = guard, slices

@@ -38,7 +38,7 @@ from torch import nn
 
 from lowtide.core.log import LOG
 from lowtide.core.plan import Plan, notebook_html
-from lowtide.core.profile import MeasuredCurve, Profile
+from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.optimizer.swap import OptimizerSwap
@@ -258,10 +258,10 @@ class Tides:
                 raise ConfigError("audit: no plan is in force; run a step first")
             return self.tide._scheduler
 
-        def done(peak_bytes: int | None, curve: MeasuredCurve | None) -> None:
+        def done(peak_bytes: int | None) -> None:
             with self.lock:
                 if self.tide is not None and peak_bytes is not None and self.num_forwards != before:
-                    self.tide.audited_peak_bytes, self.tide.audited_curve = peak_bytes, curve
+                    self.tide.audited_peak_bytes = peak_bytes
                 if self.phase is Phase.COMPARED:
                     self.source.restart(was_audited=True)  # the next comparison is of steps without an audit
 
@@ -269,8 +269,7 @@ class Tides:
             raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
         before = self.num_forwards
         of = (self.model, self.placed.optimizer, self.engine.device_type)
-        layers = lambda: self.plan.layers if self.plan else ()  # noqa: E731
-        self._audit = Audit(*of, scheduler=scheduler, layers=layers, done=done)
+        self._audit = Audit(*of, scheduler=scheduler, done=done)
         return self._audit
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import textwrap
@@ -15,10 +14,6 @@ from examples.train.loop import train
 from lowtide.cli.run_file import load_run
 from lowtide.cli.run_step import trace_run
 from lowtide.errors import ConfigError
-from lowtide.pipeline.generators import make_schedule
-from lowtide.report.elements import from_json
-from lowtide.report.rank_step import RankStep
-from lowtide.report.run_folder import report_of_folder
 from lowtide.timeline.hardware import load_hardware
 from tests.support import processes, two_ranks
 
@@ -68,25 +63,6 @@ def steps_of(folder: str) -> list[dict[str, Any]]:
 
 def losses(folder: str) -> list[float]:
     return [step["loss"] for step in steps_of(folder)]
-
-
-def rank_of(folder: str, rank: int) -> RankStep:
-    found = from_json(RankStep, Path(folder, f"rank-{rank}.json").read_text())
-    assert (found.rank, found.step, found.schedule) == (rank, NUM_STEPS, "dualpipev")
-    return found
-
-
-def check_lanes(rank: RankStep) -> set[str]:
-    """Each action that computes is there once, in the order of the schedule, and nothing else meanwhile."""
-    num_ranks = 2 if rank.memory_is.startswith("act") else 1
-    schedule = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=4)
-    busy = [span for span in rank.spans if span.lane not in ("send", "receive")]
-    assert all(one.end <= other.start for one, other in itertools.pairwise(busy))
-    expected = [str(action) for every in schedule.actions[rank.rank] for action in every.parts]
-    assert [span.name for span in busy if span.lane != "wait"] == expected
-    assert len(rank.memory) == len(expected)
-    assert rank.end <= 0  # when all ranks met
-    return {span.lane for span in rank.spans if span.end > span.start}
 
 
 def on_ranks(code: str, num_ranks: int = 2) -> list[processes.End]:
@@ -158,18 +134,7 @@ def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
     assert ["Set full recompute at layer 0" in first[2], "Set full recompute at layer 3" in first[2]] == [True, False]
     for step in steps_of("resumed"):
         assert step["tide"]["recomputed_bytes"] + step["tide"]["swapped_bytes"] > 0
-        assert step["plan"]["predicted_peak_bytes"] <= 430_000
-    ranks = [rank_of("resumed", number) for number in (0, 1)]
-    for rank in ranks:
-        assert {"forward", "wait", "send", "receive"} <= check_lanes(rank)
-        assert max(found for _, found in rank.memory) > 0
-        assert rank.budget_bytes == 430_000
-        assert [step for step, _ in rank.peaks] == [3, 4]  # those of this process
-        assert rank.predicted_bytes is not None and max(found for _, found in rank.peaks) <= rank.predicted_bytes
-    for one, other in (ranks, ranks[::-1]):  # a message that left has arrived; names are those of the actions
-        left = {span.name.replace("SEND", "RECV") for span in one.spans if span.lane == "send"}
-        assert len(left) == sum(span.lane == "receive" for span in other.spans)
-    assert report_of_folder(Path("resumed")).failure == ()
+        assert step["peak_bytes"] <= step["plan"]["predicted_peak_bytes"] <= 430_000
     said = first[2].splitlines()
     assert [line.partition(": plan")[0] for line in said if line.startswith("lowtide: rank ")][:4] == [
         f"lowtide: rank {rank}, stage {stage}" for stage, rank in enumerate((0, 1, 1, 0))
@@ -215,14 +180,13 @@ def test_pipelines_that_share_experts_have_the_losses_of_experts_alone() -> None
 def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
     write("run", sections={"pipeline": DUALPIPEV})
     code = """
-    import os, torch
+    import os
     from examples.train.stages import RankStages
     begin = RankStages.begin
     def begin_badly(self, *args):
         begin(self, *args)
         def fail(*_):
-            if torch.is_grad_enabled():  # not when stages are tried
-                raise RuntimeError("the dog ate the batch")
+            raise RuntimeError("the dog ate the batch")
         if os.environ["RANK"] == "1":
             self.stages[1].register_forward_pre_hook(fail)
     RankStages.begin = begin_badly
@@ -234,10 +198,6 @@ def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
     assert (err_0 + err_1).count("lowtide: rank 1 failed at step 1: ") == 1
     assert err_1.rstrip().endswith("lowtide: rank 1 failed at step 1: RuntimeError: the dog ate the batch")
     assert "lowtide: rank 1 failed at 1F0 of step 1" in err_1
-    assert report_of_folder(Path("run")).failure == (
-        "This run failed in step 1 of 4 on rank 1",
-        "RuntimeError: the dog ate the batch",
-    )
 
 
 def refusal(**more: Any) -> str:
@@ -331,12 +291,6 @@ def test_one_rank_is_a_pipeline_too() -> None:
     write("pipe", sections={"pipeline": DUALPIPEV | {"stages": 1}})
     train(load_run("pipe.yaml"))
     assert losses("pipe") == losses("alone")
-    rank = rank_of("pipe", 0)
-    assert (rank.holds, rank.memory_is) == (
-        "stage 0: layers 0-1; stage 1: layers 2-3",
-        "resident memory of the process",
-    )
-    assert {"forward", "backward"} <= check_lanes(rank)
 
 
 def test_layers_are_dealt_by_their_time_and_so_again_when_a_run_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:

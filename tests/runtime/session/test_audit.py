@@ -145,54 +145,6 @@ def test_what_an_audit_is_left_by_and_where_it_may_stand() -> None:
         assert Plan.from_json(tide.plan.to_json()) == tide.plan
 
 
-def test_the_curve_is_of_the_last_pass_that_went_backward() -> None:
-    model, batch = bert()
-    steps = Steps(model, batch(16), 2)
-    with lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=virtual(0)) as tide:
-        steps.run()
-        with tide.audit() as audit:
-            assert audit.curve is None
-            loss = model(**steps.batch).loss
-            assert audit.curve is None  # it has not gone backward
-            loss.backward()
-            first = audit.curve
-            steps.optimizer.step()
-            with torch.no_grad():
-                model(**steps.batch)
-            assert audit.curve == first  # neither the optimizer's operators nor an evaluation are of a pass
-            model(**steps.batch).loss.backward()
-            model(**steps.batch)  # its graph is dropped
-        curve = tide.audited_curve
-        assert curve == audit.curve != first
-        assert curve is not None and list(curve.seconds) == sorted(curve.seconds) and curve.seconds[0] == 0
-        assert len(curve.seconds) == len(curve.nbytes) and 0 < curve.num_forward < len(curve.nbytes)
-        assert 0 < max(curve.nbytes) <= audit.peak_bytes
-        assert not model._forward_pre_hooks
-        with tide.audit():
-            steps.optimizer.zero_grad()
-            model(**steps.batch).loss.backward()
-        again = tide.audited_curve
-        assert again is not None and again.nbytes != curve.nbytes  # there are no gradients at the start of it
-    assert len(again.nbytes) == pytest.approx(len(curve.nbytes), abs=0.1 * len(curve.nbytes))
-
-
-def test_a_checkpoint_around_the_model_begins_no_pass() -> None:
-    """It runs the model again in backward; those operators are of the backward pass."""
-    from torch.utils.checkpoint import checkpoint
-
-    from lowtide.runtime.session.audit import _CurveRecorder
-    from lowtide.tensors.live_bytes import LiveBytes
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-    with LiveBytes(model=model) as live:
-        recorder = _CurveRecorder(live)
-        live.on_operator = recorder.sample
-        model.register_forward_pre_hook(lambda *_: recorder.begin())
-        checkpoint(model, torch.ones(2, 8, requires_grad=True), use_reentrant=False).sum().backward()
-    curve = recorder.curve
-    assert curve is not None and len(curve.nbytes) - curve.num_forward > curve.num_forward
-
-
 def test_another_plan_inside_is_followed_and_the_number_is_nobodys() -> None:
     model, batch = bert()
     steps = Steps(model, batch(16))
