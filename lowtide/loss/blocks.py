@@ -49,20 +49,17 @@ class RowWise:
 
     def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """The results for all rows. `tensors`: inputs of as many rows each, and the weights."""
-        made: tuple[torch.Tensor, ...] = _OfRows.apply(self, *tensors)
+        made: tuple[torch.Tensor, ...] = _InDeclaredBlocks.apply(self, *tensors)
         return made
 
 
-class _OfRows(torch.autograd.Function):
+class _InDeclaredBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, work: RowWise, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, work: RowWise, *tensors: Any) -> tuple[torch.Tensor, ...]:
         inputs, weights = list(tensors[: work.num_inputs]), list(tensors[work.num_inputs :])
         num_rows, kind = len(inputs[0]), inputs[0].device.type
         # Casts of one block: the cache of autocast would hold copies of all weights, without a graph.
-        ctx.work, ctx.autocast = work, {
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-        }
+        ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         results: list[torch.Tensor] = []
         numbers: list[torch.Tensor] = []
         with torch.autocast(kind, **ctx.autocast, cache_enabled=False):
@@ -75,7 +72,9 @@ class _OfRows(torch.autograd.Function):
                     whole[part] = block
                     number[part] = _number_of_rows(block)
                 del made, block
-        ctx.num_results = len(results)
+        for each in (*results, *numbers):
+            name_at_once(each)
+        ctx.work, ctx.num_results = work, len(results)
         ctx.save_for_backward(*inputs, *numbers, *weights)
         return tuple(results)
 
@@ -83,40 +82,45 @@ class _OfRows(torch.autograd.Function):
     def backward(ctx: Any, *of_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work: RowWise = ctx.work
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"lowtide: a second derivative (create_graph) of {work.what} is not covered; {work.fix}"
-            )
-        saved, num_inputs, end = list(ctx.saved_tensors), work.num_inputs, work.num_inputs + ctx.num_results
-        inputs, numbers, weights = saved[:num_inputs], saved[num_inputs:end], saved[end:]
-        needs = ctx.needs_input_grad[1:]
+            raise RuntimeError(f"lowtide: a second derivative (create_graph) of {work.what} is not covered; {work.fix}")
+        saved, num_inputs = list(ctx.saved_tensors), work.num_inputs
+        inputs, saved = saved[:num_inputs], saved[num_inputs:]
+        numbers, weights = saved[: ctx.num_results], saved[ctx.num_results :]
+        needs, needs_weights = ctx.needs_input_grad[1 : num_inputs + 1], ctx.needs_input_grad[num_inputs + 1 :]
+        kind = inputs[0].device.type
         again = [torch.empty_like(number) for number in numbers]
-        of_inputs = [torch.empty_like(each) if need else None for each, need in zip(inputs, needs, strict=False)]
-        sums = [DeclaredSum(each.dtype) if need else None for each, need in zip(weights, needs[num_inputs:], strict=True)]
+        of_inputs = [torch.empty_like(each) if need else None for each, need in zip(inputs, needs, strict=True)]
+        sums = [DeclaredSum(each.dtype) if need else None for each, need in zip(weights, needs_weights, strict=True)]
         for part in declared_blocks(len(inputs[0]), work.rows, inputs[0]):
-            kind = inputs[0].device.type
             with torch.enable_grad(), _unwatched(), torch.autocast(kind, **ctx.autocast, cache_enabled=False):
-                given = [_leaf(each[part], need) for each, need in zip(inputs, needs, strict=False)]
-                leaves = [_leaf(each, need) for each, need in zip(weights, needs[num_inputs:], strict=True)]
+                given = [_leaf(each[part], need) for each, need in zip(inputs, needs, strict=True)]
+                leaves = [_leaf(each, need) for each, need in zip(weights, needs_weights, strict=True)]
                 made = work.run(part, given, leaves)
             for number, block in zip(again, made, strict=True):
                 number[part] = _number_of_rows(block.detach())
             wanted = [each for each in (*given, *leaves) if each is not None and each.requires_grad]
             pairs = [(each, of[part]) for each, of in zip(made, of_results, strict=True) if each.requires_grad]
-            gradients = list(
-                torch.autograd.grad([each for each, _ in pairs], wanted, [of for _, of in pairs], allow_unused=True)
-            )
-            del given, leaves, made, wanted, pairs, block
+            roots, of_roots = zip(*pairs, strict=True)
+            gradients = list(torch.autograd.grad(roots, wanted, of_roots, allow_unused=True))
+            del given, leaves, made, wanted, pairs, roots, of_roots, block
             for whole in of_inputs:
                 if whole is not None:
-                    gradient = gradients.pop(0)
-                    whole[part] = 0 if gradient is None else gradient
-            for each in sums:
-                if each is not None and (gradient := gradients.pop(0)) is not None:
-                    each.add(gradient)
-            gradient = None
+                    _fill(whole[part], gradients.pop(0))
+            for total in sums:
+                if total is not None:
+                    _add(total, gradients.pop(0))
         for number, second in zip(numbers, again, strict=True):
             compare_again(number, second, work.what, work.fix)
-        return None, *of_inputs, *(None if each is None else each.result() for each in sums)
+        return None, *of_inputs, *(None if total is None else total.result() for total in sums)
+
+
+def _fill(rows: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    rows.zero_() if gradient is None else rows.copy_(gradient)
+
+
+def _add(total: DeclaredSum, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        total.add(gradient)
 
 
 def declared_blocks(num_rows: int, rows: int, like: torch.Tensor) -> Iterator[slice]:
@@ -129,6 +133,12 @@ def declared_blocks(num_rows: int, rows: int, like: torch.Tensor) -> Iterator[sl
     _repeat()(like, num_rows / rows - 1)
     yield parts[1]
     _repeat()(like, 1.0)
+
+
+def name_at_once(tensor: torch.Tensor) -> None:
+    """Write nothing to a tensor that blocks have filled. A storage bears the name of what wrote to it last, with a
+    number that counts such writes; the blocks of a trace are fewer than those of the step that is planned."""
+    tensor.detach()[:0].zero_()
 
 
 @functools.lru_cache(maxsize=1)

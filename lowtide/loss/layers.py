@@ -11,14 +11,14 @@ Then attention runs once, on all rows, and autograd sees it as always. For what 
 runs once more on each block, and the call gives the block's rows of what attention has made.
 A layer that does not call attention is one function of rows, and so are norms beside the layers.
 
-Which sum: that of blocks.py, for all weights of a layer. Rows are those of all sequences of a batch, one after the other.
-A batch of one block goes through the model's own forward, and has plain's bits.
+Which sum: that of blocks.py, for all weights of a layer. Rows are those of all sequences of a batch, one after the
+other. A batch of one block goes through the model's own forward, and has plain's bits.
 
 Why it is safe: that rows do not talk to each other is tried out in each layer's first forward pass. A few rows run
 three times, with the first one exchanged, and the last one; all others must keep their bits.
 Cost: what stands before attention runs four times in a step and not once, the rest of the layer twice; at the lengths
-that this is for, attention takes most of the time. Memory: a block's activations, and an fp32 sum for each weight of one
-layer.
+that this is for, attention takes most of the time. Memory: a block's activations, and an fp32 sum for each weight of
+one layer.
 Refused by name: attention that is not torch's, or has a mask; softmax elsewhere; experts; hooks on parts of a layer;
 caches; arguments that have no row for each token; dropout (where it draws), sharded weights, second derivatives.
 Not covered: rows that talk to each other over more than some rows only.
@@ -26,6 +26,7 @@ Not covered: rows that talk to each other over more than some rows only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 import warnings
@@ -38,7 +39,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ConfigError
-from lowtide.loss.blocks import RowWise
+from lowtide.loss.blocks import RowWise, name_at_once
 from lowtide.tensors.private import FakeTensor, has_forward_hooks, tree_leaves, tree_map_only
 from lowtide.tensors.second_run import CACHE_NAMES, num_cached
 from lowtide.tensors.wrappers import is_distributed
@@ -68,19 +69,19 @@ class LayersInBlocks:
             if reason := _why_not(layer):
                 raise _refusal(name, reason)
         for name, layer in self._layers.items():
-            layer.forward = _InBlocks(name, layer, rows)
+            layer.forward = _LayerInBlocks(name, layer, rows)
 
     def remove(self) -> None:
         """The model's own forward again, where nobody has set another since."""
         for layer in self._layers.values():
-            if isinstance(vars(layer).get("forward"), _InBlocks):
+            if isinstance(vars(layer).get("forward"), _LayerInBlocks):
                 del layer.forward
 
 
 def layer_rows_of(model: nn.Module) -> int | None:
     """The rows of a block of a layer, where they are in force."""
     forwards = (vars(module).get("forward") for module in model.modules())
-    return next((forward.rows for forward in forwards if isinstance(forward, _InBlocks)), None)
+    return next((forward.rows for forward in forwards if isinstance(forward, _LayerInBlocks)), None)
 
 
 def _layers_of(model: nn.Module) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def _refusal(name: str, reason: str) -> ConfigError:
     return ConfigError(f"memory.rows: '{name}' cannot be taken in blocks of rows: {reason}; {_FIX}")
 
 
-class _InBlocks:
+class _LayerInBlocks:
     """The forward of one layer."""
 
     def __init__(self, name: str, layer: Any, rows: int) -> None:
@@ -150,7 +151,10 @@ class _InBlocks:
             parts = RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first))
             query, key, value = (each.view(*given.lead, *each.shape[1:]).transpose(1, 2) for each in parts)
             made = F.scaled_dot_product_attention(query, key, value, **before.setting)
-            inputs.append(made.transpose(1, 2).reshape(-1, made.shape[1], made.shape[3]))
+            made = made.transpose(1, 2)
+            inputs.append(made.reshape(-1, *made.shape[2:]))
+            if not made.is_contiguous():  # a copy
+                name_at_once(inputs[1])
         (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
         return before.output_like(out.view(*given.lead, *out.shape[1:]))
 
@@ -177,11 +181,8 @@ class _InBlocks:
         args, kwargs = given.of_block(part, block)
         if made is not None:
             made = made[None].transpose(1, 2)
-        with _Seam(self._name, made) as seam:
-            try:
-                seam.result = torch.func.functional_call(self._body, weights, args, kwargs)
-            except _StopError:
-                pass
+        with _Seam(self._name, made) as seam, contextlib.suppress(_StopError):
+            seam.result = torch.func.functional_call(self._body, weights, args, kwargs)
         return seam
 
     def _look(self, given: _Given, hidden: torch.Tensor) -> _Seen:

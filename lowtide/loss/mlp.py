@@ -99,7 +99,7 @@ class _InBlocks:
             return made
         flat = x.reshape(-1, x.shape[-1])
         act = self._mlp.act_fn
-        (out,) = RowWise(lambda _, block, weights: (_run(act, *block, weights),), self.rows, 1, _WHAT, _FIX)(
+        (out,) = RowWise(lambda _, block, weights: (_run(act, block[0], weights),), self.rows, 1, _WHAT, _FIX)(
             flat, *_weights(self._mlp)
         )
         return out.view(*x.shape[:-1], out.shape[-1])
