@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 60_706,
+    "lines": 60_782,
     "files": 263,
-    "classes": 561,
+    "classes": 562,
     "files that one other file imports": 43,
     "classes with more than 15 attributes": 25,
     "class names that several classes have": 15,

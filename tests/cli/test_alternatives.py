@@ -136,7 +136,7 @@ def test_the_search_takes_few_tries() -> None:
             return round(1e6 * (fixed + straight * size + curved * size**2 + step * (size > place)))  # noqa: B023
 
         asked = Mock(side_effect=peak)
-        found = _search(asked, 72_000_000, "sequence", most)
+        found = _search(asked, 72_000_000, unit, most)
         tried = [call.args[0] for call in asked.call_args_list]
         assert found == 0 or peak(found) <= 72_000_000
         assert found == most or peak(found + unit) > 72_000_000
