@@ -415,7 +415,9 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
 
 
-def document(step: AskedStep, rows: Sequence[Alternative], plan: Plan | None) -> dict[str, object]:
+def document(
+    step: AskedStep, rows: Sequence[Alternative], plan: Plan | None, tries: Sequence[Alternative]
+) -> dict[str, object]:
     """The same as plain data."""
     return {
         "model": step.plain.model,
@@ -424,5 +426,6 @@ def document(step: AskedStep, rows: Sequence[Alternative], plan: Plan | None) ->
         "budget_bytes": step.budget_bytes,
         "flops": step.flops,
         "rows": [dataclasses.asdict(row) for row in rows],
+        "tries": [dataclasses.asdict(row) for row in tries],
         "digest": None if plan is None else plan.digest(),
     }

@@ -196,7 +196,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
     if args.out is not None and plan is not None:
         write(args.out, plan.to_json())
     if args.json:
-        print(json.dumps(alternatives.document(step, rows, plan) | ({} if elsewhere is None else elsewhere[1])))
+        print(json.dumps(alternatives.document(step, rows, plan, tries) | ({} if elsewhere is None else elsewhere[1])))
     else:
         print("\n".join(alternatives.lines(step, rows, weights, args.largest, width_of_stdout(), tries=tries)))
         print("\n".join(wrapped(["", *elsewhere[0]], width_of_stdout())) if elsewhere is not None else "", end="")

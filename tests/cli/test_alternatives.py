@@ -152,6 +152,22 @@ def test_where_no_plan_fits_the_table_is_there_and_the_refusal_after_it(capsys: 
 
 
 @pytest.mark.slow
+def test_layers_in_blocks_are_longer_and_each_length_that_was_tried_has_a_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("--batch", "1", "--budget", "8MiB", "--rows", "256", "--largest", "sequence", "--json")
+    assert plan(*asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == [*NAMES, "lowtide, updates in backward"]
+    assert rows["lowtide"]["largest"] > 2 * rows["every layer checkpointed"]["largest"]
+    assert rows["lowtide, updates in backward"]["largest"] >= rows["lowtide"]["largest"]
+    lengths = [row["largest"] for row in found["tries"]]
+    assert lengths == sorted(lengths) and rows["lowtide, updates in backward"] in found["tries"]
+    assert all(row["fits"] == (row["peak_bytes"] <= 8 * 2**20) and row["set_by"] for row in found["tries"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("grown", "unit"), [("batch", 1), ("sequence", 256)])
 def test_the_largest_is_the_largest(grown: str, unit: int, capsys: pytest.CaptureFixture[str]) -> None:
     """It fits, and one more does not."""
