@@ -55,6 +55,7 @@ VARIANTS: list[Variant] = [
     ("trl offloading", None),
     ("lowtide", None),
     ("lowtide, loss in blocks", None),
+    ("lowtide, layers in blocks", None),
 ]
 NOTES = (
     "A method with a budget (lowtide) is given the budget; the others have no knob and are measured.",

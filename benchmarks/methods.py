@@ -273,13 +273,11 @@ BLOCK_ROWS = 512
 """Of head and loss, where they are in blocks: as many as the batch has that sets the budget of `largest` on a CPU."""
 
 
-def _lowtide(
-    subject: Subject, setting: float | None, budget_bytes: int | None, *, loss: dict[str, int] | None = None
-) -> Running:
+def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None, **declared: Any) -> Running:
     import lowtide
 
     assert budget_bytes is not None
-    memory: dict[str, Any] = {"min_bytes": subject.min_bytes, **({} if loss is None else {"loss": loss})}
+    memory: dict[str, Any] = {"min_bytes": subject.min_bytes, **declared}
     memory |= {} if subject.optimizer is None else {"optimizer": "auto"}
     how: Any = {"optimizer": subject.optimizer, "strict": True}
     tide = lowtide.optimize(subject.model, budget=budget_bytes, memory=memory, **how)
@@ -369,6 +367,15 @@ METHODS: Mapping[str, Method] = {
             needs_budget=True,
             limit_factor=2,
             note=f"head and loss in blocks of {BLOCK_ROWS} rows: the bits of that sum, not plain's",
+        ),
+        Method(
+            "lowtide, layers in blocks",
+            functools.partial(_lowtide, rows=BLOCK_ROWS),
+            ("lowtide",),
+            is_exact=False,
+            needs_budget=True,
+            limit_factor=2,
+            note=f"layers, head and loss in blocks of {BLOCK_ROWS} rows, all but attention: the bits of that sum",
         ),
     )
 }

@@ -24,12 +24,13 @@ class ConfigError(ValueError):
 
 class BudgetError(ConfigError):
     """No plan fits the budget. `floor_bytes` is the smallest peak that can be reached; `suggestions` are the cheapest
-    ways out, each one sentence, best first."""
+    ways out, each one sentence, best first; `set_by` is the operator that sets the floor, where it is known."""
 
-    def __init__(self, message: str, *, floor_bytes: int, suggestions: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, *, floor_bytes: int, suggestions: tuple[str, ...] = (), set_by: str = "") -> None:
         ValueError.__init__(self, message)  # what each way out would give stands on lines of its own
         self.floor_bytes = floor_bytes
         self.suggestions = suggestions
+        self.set_by = set_by
 
     def __reduce__(self) -> tuple:
         make = functools.partial(type(self), floor_bytes=self.floor_bytes, suggestions=self.suggestions)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
@@ -41,6 +42,7 @@ _UNIT = {"batch": 1, "sequence": 256}
 """Sizes that are tried are multiples of it."""
 _FIRST_UNITS = 8
 _MOST_UNITS = 2**16
+_FIRST_TOKENS_IN_BLOCKS = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class Alternative:
     mfu: float | None
     largest: int | None = None
     """The largest batch, or the longest sequence, where that was asked for; all other figures are of it."""
+    set_by: str = ""
+    """The operator that sets the least peak, where it was asked for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=("bf16", "bf16_autocast", "float32"), help="with --model: as train.precision (bf16)"
     )
+    parser.add_argument("--rows", type=int, metavar="N", help="with --model: layers, head and loss in blocks of N rows")
     parser.add_argument("--largest", choices=("batch", "sequence"), help="find the largest that fits, for each way")
 
 
@@ -81,7 +86,7 @@ def is_of_model(args: argparse.Namespace) -> bool:
     if args.model is None:
         if args.run is None:
             raise ConfigError("lowtide plan: give a run file, or --model with a config.json, a folder or a name")
-        for option in ("batch", "sequence", "lora", "precision"):
+        for option in ("batch", "sequence", "lora", "precision", "rows"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"--{option}: goes with --model; in a run file it is written in its section")
         return False
@@ -96,7 +101,7 @@ def is_of_model(args: argparse.Namespace) -> bool:
 def settings_of(args: argparse.Namespace, kind: OptimizerKind) -> RunConfig:
     """The run that the command line describes, for `lowtide plan`: one micro-batch a step."""
     precision: Precision = args.precision or "bf16"
-    options = {"batch_size": "--batch", "sequence_length": "--sequence"}
+    options = {"batch_size": "--batch", "sequence_length": "--sequence", "rows": "--rows"}
     if args.lora is not None and args.lora < 1:
         raise ConfigError(f"--lora: must be at least 1, not {args.lora}")
     try:
@@ -110,7 +115,7 @@ def settings_of(args: argparse.Namespace, kind: OptimizerKind) -> RunConfig:
             train=TrainConfig(
                 steps=1, batch_size=1 if args.batch is None else args.batch, precision=precision, optimizer=kind
             ),
-            memory=MemoryConfig(budget="auto"),
+            memory=MemoryConfig(budget="auto", rows=args.rows),
             output_dir=Path("runs"),
             places=Locations(places={"model": "--model", "data.sequence_length": "--sequence"}),
         )
@@ -118,53 +123,58 @@ def settings_of(args: argparse.Namespace, kind: OptimizerKind) -> RunConfig:
         raise ConfigError(f"{options[error.field_name]}: {error.message}") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AskedStep:
-    """A step of a run, traced twice: as plain training runs it, and counted."""
+    """A step of a run as plain training runs it, traced when it is asked for."""
 
     run: RunConfig
     hardware: Hardware
-    plain: Profile
-    flops: float
-    """Of the products of forward and backward."""
     budget_bytes: int
+    say: Callable[[str], None]
 
-    @classmethod
-    def traced(cls, run: RunConfig, hardware: Hardware, budget_bytes: int, say: Callable[[str], None]) -> AskedStep:
+    @functools.cached_property
+    def plain(self) -> Profile:
+        """Its profile."""
+        return self._traced(self.hardware)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Of the products of forward and backward."""
+        return sum(self._traced(counting(self.hardware)).op_seconds)
+
+    def _traced(self, hardware: Hardware) -> Profile:
         from lowtide.cli.run_step import trace_run
 
-        whole = dataclasses.replace(run, memory=MemoryConfig(loss="plain"))
-        counted = trace_run(whole, counting(hardware), say=say)
-        return cls(
-            run=run,
-            hardware=hardware,
-            plain=trace_run(whole, hardware, say=say),
-            flops=sum(counted.op_seconds),
-            budget_bytes=budget_bytes,
-        )
+        return trace_run(dataclasses.replace(self.run, memory=MemoryConfig(loss="plain")), hardware, say=self.say)
 
     def by_hand(self, name: str) -> Alternative:
         """A row of `BY_HAND`."""
+        peak_bytes, seconds = self.played(name)
+        return self._row(name, peak_bytes, seconds)
+
+    def played(self, name: str) -> tuple[int, float]:
+        """Peak and seconds of a row of `BY_HAND`."""
         from lowtide.planner.rerun_layers import can_rerun
         from lowtide.report.export import Setting, play_setting
 
         every = BY_HAND[name]
         layers = () if every is None else tuple(can_rerun(self.plain))[::every]
         played = play_setting(Setting(lines=(), layers=layers), self.plain, link=self.hardware.link)
-        return self._row(name, played.peak_bytes, played.step_seconds)
+        return played.peak_bytes, played.step_seconds
 
-    def of_plan(self, plan: Plan) -> Alternative:
-        """The row of lowtide's plan, its proofs of recipes included."""
+    def of_plan(self, plan: Plan, name: str = _LOWTIDE, elsewhere_bytes: int = 0) -> Alternative:
+        """The row of lowtide's plan, its proofs of recipes included. `elsewhere_bytes`: of state that it does not
+        place."""
         assert plan.predicted is not None
         swapped = sum(site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP)
         moved = 0 if plan.optimizer is None else plan.optimizer.moved_bytes or 0
         found = plan.predicted
         seconds = found.step_seconds + found.check_seconds
-        return self._row(_LOWTIDE, found.peak_bytes, seconds, host_bytes=swapped + moved)
+        return self._row(name, found.peak_bytes, seconds, host_bytes=swapped + moved + elsewhere_bytes)
 
-    def refused(self, error: BudgetError) -> Alternative:
+    def refused(self, error: BudgetError, name: str = _LOWTIDE) -> Alternative:
         """The row where no plan fits."""
-        return self._row(_LOWTIDE, error.floor_bytes, None)
+        return self._row(name, error.floor_bytes, None)
 
     def _row(self, name: str, peak_bytes: int, seconds: float | None, *, host_bytes: int = 0) -> Alternative:
         rate = self.hardware.flops_per_second
@@ -179,6 +189,16 @@ class AskedStep:
             tokens_per_second=tokens / seconds if seconds else None,
             mfu=self.flops / seconds / fastest if seconds else None,
         )
+
+
+class Maker(Protocol):
+    """Gives the plan of a run for the budget, or for another number of bytes."""
+
+    elsewhere_bytes: int
+    """Of state that is elsewhere in the last plan, and that it does not place."""
+
+    def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
+        """Raises `BudgetError`."""
 
 
 def counting(hardware: Hardware) -> Hardware:
@@ -203,41 +223,57 @@ def largest(
     hardware: Hardware,
     budget_bytes: int,
     grown: Grown,
-    make: Callable[[RunConfig, int | None], Plan],
+    makes: Mapping[str, Maker],
     *,
     say: Callable[[str], None],
-) -> tuple[AskedStep, list[Alternative]]:
-    """A step of the run, and a row for each way, at the largest size that fits. `make` gives the plan of a run for the
-    budget, or for another number of bytes, and raises `BudgetError`."""
+) -> tuple[AskedStep, list[Alternative], list[Alternative]]:
+    """A step of the run, and a row for each way, at the largest size that fits; and, for layers in blocks, a row for
+    each size that was tried for the last of `makes`, which are lowtide's ways by name."""
     steps: dict[int, AskedStep] = {}
+    rows: list[Alternative] = []
+    tries: dict[int, Alternative] = {}
 
     def step_of(size: int) -> AskedStep:
         if size not in steps:
             say(f"trying a {grown} of {size:,}")
-            steps[size] = AskedStep.traced(_grown(run, grown, size), hardware, budget_bytes, lambda text: None)
+            steps[size] = AskedStep(
+                run=_grown(run, grown, size), hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None
+            )
         return steps[size]
 
-    def floor_of(size: int) -> int:
+    def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
+        step, make = step_of(size or unit), makes[name]
+        try:
+            row = step.of_plan(make(step.run, None), name, make.elsewhere_bytes)
+        except BudgetError as refused:
+            row = step.refused(refused, name)
+        return dataclasses.replace(_at(row, size), set_by="" if error is None else error.set_by)
+
+    def floor_of(name: str, size: int) -> int:
         say(f"trying a {grown} of {size:,}")
         try:
-            made = make(_grown(run, grown, size), 1).predicted
+            made = makes[name](_grown(run, grown, size), 1).predicted
         except BudgetError as error:
+            if has_blocks and name == list(makes)[-1]:
+                tries[size] = planned(name, size, error)
             return error.floor_bytes
         assert made is not None
         return made.peak_bytes
 
-    most = _most(run, grown)
-    rows = []
+    most, unit = _most(run, grown), _UNIT[grown]
     for name in BY_HAND:
-        size = _search(lambda size, name=name: step_of(size).by_hand(name).peak_bytes, budget_bytes, grown, most)  # type: ignore[misc]
-        rows.append(_at(step_of(size or _UNIT[grown]).by_hand(name), size))
-    size = _search(floor_of, budget_bytes, grown, most)
-    step = step_of(size or _UNIT[grown])
-    try:
-        rows.append(_at(step.of_plan(make(step.run, None)), size))
-    except BudgetError as error:
-        rows.append(_at(step.refused(error), 0))
-    return step, rows
+        size = _search(lambda size, name=name: step_of(size).played(name)[0], budget_bytes, unit, most)  # type: ignore[misc]
+        rows.append(_at(step_of(size or unit).by_hand(name), size))
+    rows_of_block = None if run.memory is None else run.memory.rows
+    has_blocks = rows_of_block is not None and grown == "sequence"
+    first = _FIRST_UNITS
+    if rows_of_block is not None and grown == "sequence":
+        unit = max(unit, rows_of_block)
+        first = max(1, _FIRST_TOKENS_IN_BLOCKS // unit)
+    for name in makes:
+        size = _search(lambda size, name=name: floor_of(name, size), budget_bytes, unit, most, first)  # type: ignore[misc]
+        rows.append(tries.get(size) or planned(name, size, None))
+    return step_of(size or unit), rows, [tries[size] for size in sorted(tries)]
 
 
 def _at(row: Alternative, size: int) -> Alternative:
@@ -259,13 +295,15 @@ def _most(run: RunConfig, grown: Grown) -> int:
     return most_positions(run, model_config(_grown(run, grown, 2))) or _MOST_UNITS * _UNIT[grown]
 
 
-def _search(peak: Callable[[int], int], budget_bytes: int, grown: Grown, most: int) -> int:
+def _search(
+    peak: Callable[[int], int], budget_bytes: int, unit: int, most: int, first_units: int = _FIRST_UNITS
+) -> int:
     """The largest size whose peak is within the budget; 0 where not even the smallest is. Sizes grow fourfold until one
     does not fit. Peaks grow nearly in proportion, so that a straight line between the largest that fits and the
     smallest that does not is a good guess; where a guess has not halved what is left, the middle is tried next."""
-    unit, known = _UNIT[grown], {0: 0}
+    known = {0: 0}
     low, high = 0, max(most // unit, 1) + 1
-    guess = min(_FIRST_UNITS, high - 1)
+    guess = min(first_units, high - 1)
     while high - low > 1:
         left = high - low
         known[guess] = peak(min(guess * unit, most))
@@ -288,20 +326,29 @@ def _search(peak: Callable[[int], int], budget_bytes: int, grown: Grown, most: i
 
 
 def lines(
-    step: AskedStep, rows: Sequence[Alternative], weights: Sequence[Weight], grown: Grown | None, width: int | None
+    step: AskedStep,
+    rows: Sequence[Alternative],
+    weights: Sequence[Weight],
+    grown: Grown | None,
+    width: int | None,
+    *,
+    tries: Sequence[Alternative] = (),
 ) -> list[str]:
-    """The question in one line, the table, and what two of its columns are."""
+    """The question in one line, the table, that of sizes that were tried, and what two of its columns are."""
     notes = ["MFU: of what large products reach on this device, by the products of the plain step"]
     if any(row.host_bytes for row in rows):
         notes.append("main memory: what a rank needs of it for what is swapped")
     notes += _positions_notes(step.run, rows, grown)
     table = _table(rows, grown)
+    tried = _table(tries, grown, tried=True) if tries else []
     return [
         _question(step, weights, grown),
         f"one {step.hardware.name}, of which the budget is {format_bytes(step.budget_bytes)}; nothing has run",
         "",
         *align(table, numeric=tuple(range(1, len(table[0]) - 1)), width=width),
         "",
+        *(align(tried, numeric=tuple(range(1, len(tried[0]) - 1)), width=width) if tried else ()),
+        *([""] if tried else ()),
         *notes,
     ]
 
@@ -321,12 +368,13 @@ def _positions_notes(run: RunConfig, rows: Sequence[Alternative], grown: Grown |
     return [f"{made_for:,}: the model has no positions for more (max_position_embeddings)"]
 
 
-def _table(rows: Sequence[Alternative], grown: Grown | None) -> list[tuple[str, ...]]:
-    """The head and a line for each row, without columns that have nothing to say."""
+def _table(rows: Sequence[Alternative], grown: Grown | None, *, tried: bool = False) -> list[tuple[str, ...]]:
+    """The head and a line for each row, without columns that have nothing to say. `tried`: of sizes that were tried."""
     plain = rows[0].step_seconds
     lines = []
     for row in rows:
-        size = {} if grown is None else {f"largest {grown}": f"{row.largest:,}" if row.largest else "none"}
+        what = f"tried {grown}" if tried else f"largest {grown}"
+        size = {} if grown is None else {what: f"{row.largest:,}" if row.largest else "none"}
         over = {"over plain": _over(row.step_seconds, plain)} if grown is None else {}
         lines.append(
             {
@@ -338,6 +386,7 @@ def _table(rows: Sequence[Alternative], grown: Grown | None) -> list[tuple[str, 
                 "tokens/s": "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
                 "MFU": "-" if row.mfu is None else f"{100 * row.mfu:.0f} %",
                 "main memory": format_bytes(row.host_bytes) if row.host_bytes else "-",
+                **({"the floor is set by": row.set_by} if tried else {}),
                 "": "" if row.fits else "does not fit",
             }
         )
@@ -366,7 +415,9 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
 
 
-def document(step: AskedStep, rows: Sequence[Alternative], plan: Plan | None) -> dict[str, object]:
+def document(
+    step: AskedStep, rows: Sequence[Alternative], plan: Plan | None, tries: Sequence[Alternative]
+) -> dict[str, object]:
     """The same as plain data."""
     return {
         "model": step.plain.model,
@@ -375,5 +426,6 @@ def document(step: AskedStep, rows: Sequence[Alternative], plan: Plan | None) ->
         "budget_bytes": step.budget_bytes,
         "flops": step.flops,
         "rows": [dataclasses.asdict(row) for row in rows],
+        "tries": [dataclasses.asdict(row) for row in tries],
         "digest": None if plan is None else plan.digest(),
     }

@@ -170,12 +170,18 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         hardware = _hardware(settings, args)
         settled = settings.memory.settled(lambda: _memory_of(settings, args))
         planner = _PlanMaker(settled, hardware, waiting)
+        tries: list[alternatives.Alternative] = []
         if args.largest is not None:
-            step, rows = alternatives.largest(
-                settings, hardware, settled.budget_bytes, args.largest, planner, say=waiting.say
+            makes = {"lowtide": planner}
+            if settled.config.rows is not None and settings.train.grad_accumulation == 1:
+                makes["lowtide, updates in backward"] = _PlanMaker(settled, hardware, waiting, in_backward=True)
+            step, rows, tries = alternatives.largest(
+                settings, hardware, settled.budget_bytes, args.largest, makes, say=waiting.say
             )
         else:
-            step = alternatives.AskedStep.traced(settings, hardware, settled.budget_bytes, waiting.say)
+            step = alternatives.AskedStep(
+                run=settings, hardware=hardware, budget_bytes=settled.budget_bytes, say=waiting.say
+            )
             rows = [step.by_hand(name) for name in alternatives.BY_HAND]
             try:
                 plan = planner(settings, None)
@@ -191,9 +197,9 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
     if args.out is not None and plan is not None:
         write(args.out, plan.to_json())
     if args.json:
-        print(json.dumps(alternatives.document(step, rows, plan) | ({} if elsewhere is None else elsewhere[1])))
+        print(json.dumps(alternatives.document(step, rows, plan, tries) | ({} if elsewhere is None else elsewhere[1])))
     else:
-        print("\n".join(alternatives.lines(step, rows, weights, args.largest, width_of_stdout())))
+        print("\n".join(alternatives.lines(step, rows, weights, args.largest, width_of_stdout(), tries=tries)))
         print("\n".join(wrapped(["", *elsewhere[0]], width_of_stdout())) if elsewhere is not None else "", end="")
     if error is not None and elsewhere is None:
         raise error
@@ -231,9 +237,12 @@ def _elsewhere(
 class _PlanMaker:
     """The plan of a run that is traced for it, within the budget, or within another number of bytes."""
 
-    def __init__(self, settled: Settled, hardware: Hardware, waiting: Waiting) -> None:
+    def __init__(self, settled: Settled, hardware: Hardware, waiting: Waiting, *, in_backward: bool = False) -> None:
+        """`in_backward`: of a step under `swap_optimizer(overlap="in_backward")`, whose plan is for activations."""
         self._settled, self._hardware, self._waiting = settled, hardware, waiting
+        self._in_backward, self._config = in_backward, settled.config
         self._traced: tuple[RunConfig, Profile] | None = None
+        self.elsewhere_bytes = 0
 
     def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
         """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
@@ -241,7 +250,7 @@ class _PlanMaker:
         from lowtide.planner.plan_profile import plan_profile
 
         if self._traced is None or self._traced[0] != run:
-            self._traced = run, trace_run(run, self._hardware, say=self._waiting.say)
+            self._traced = run, self._seen(trace_run(run, self._hardware, say=self._waiting.say))
         profile = self._traced[1]
         micro_batches = run.train.grad_accumulation
         how: Any = {"link": self._hardware.link, "has_gradients": micro_batches > 1, "num_micro_batches": micro_batches}
@@ -250,6 +259,19 @@ class _PlanMaker:
         self._waiting.say("planning")
         how["changes"] = tuple(changes_of(run, self._hardware, profile))
         return plan_profile(profile, self._settled.config, budget_bytes=self._settled.budget_bytes, **how)
+
+    def _seen(self, profile: Profile) -> Profile:
+        """The step that is planned for. Its state is counted as all of what the host takes beside activations."""
+        if not self._in_backward or not profile.state.optimizer_movable:
+            return profile
+        from lowtide.planner.in_backward import with_updates_in_backward
+
+        self.elsewhere_bytes = profile.state.optimizer_movable
+        config = self._config
+        if config.host_budget is not None:
+            config = dataclasses.replace(config, host_budget=max(0, config.host_budget - self.elsewhere_bytes))
+        self._settled = dataclasses.replace(self._settled, config=dataclasses.replace(config, optimizer="keep"))
+        return with_updates_in_backward(profile, self._hardware.link)
 
     def draw(self, plan: Plan, path: Path) -> None:
         """The report of the last plan."""

@@ -104,6 +104,9 @@ class MemoryConfig:
     mlp: BlocksOfRows | None = None
     """MLPs in blocks of so many rows, so that nothing as wide as they are exists for all rows; the gradients of their
     weights are then the sums of the blocks' (loss/mlp.py)."""
+    rows: int | None = None
+    """The layers, and with them head and loss, in blocks of so many rows: all but attention itself (loss/layers.py).
+    The gradients of all weights are then the sums of the blocks'."""
     min_bytes: ByteSize | None = None
     """Storages smaller than this are kept. Absent: 1 MiB, or less where a budget meets a model whose activations are
     smaller (planner/problem.py); rules that move nothing for it are named."""
@@ -126,6 +129,10 @@ class MemoryConfig:
                 raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
         if self.strict and not self.has_budget:
             raise FieldError("strict", "true needs a budget to plan for; write e.g. budget: 20GiB")
+        if self.rows is not None and self.rows < 2:
+            raise FieldError("rows", f"must be 2 or more, not {self.rows}; write e.g. rows: 16384")
+        if self.rows is not None and self.mlp is not None:
+            raise FieldError("mlp", "cannot stand beside rows, which takes MLPs with their layers; leave it out")
         if self.layers == ():
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 
@@ -162,11 +169,16 @@ class MemoryConfig:
     @property
     def slices_loss(self) -> dict[str, Any]:
         """`may`: whether the loss is to be sliced where the model's can be. `must`: it is a mistake where it cannot.
-        `rows`: of the blocks of head and loss. `mlp_rows`: of those of MLPs."""
-        rows = self.loss.rows if isinstance(self.loss, BlocksOfRows) else None
+        `rows`: of the blocks of head and loss. `mlp_rows`, `layer_rows`: of those of MLPs and layers."""
+        rows = self.loss.rows if isinstance(self.loss, BlocksOfRows) else self.rows if self.loss is None else None
         may = rows is not None or self.loss in ("auto", "sliced") or (self.loss is None and self.has_budget)
-        mlp_rows = None if self.mlp is None else self.mlp.rows
-        return {"may": may, "must": rows is not None or self.loss == "sliced", "rows": rows, "mlp_rows": mlp_rows}
+        return {
+            "may": may,
+            "must": isinstance(self.loss, BlocksOfRows) or self.loss == "sliced",
+            "rows": rows,
+            "mlp_rows": None if self.mlp is None else self.mlp.rows,
+            "layer_rows": self.rows,
+        }
 
     def rules(self) -> Rules:
         """The rules in the order recompute, swap, keep; raises `ConfigError` for a malformed pattern."""

@@ -76,6 +76,8 @@ class Plan:
     """Of a block of head and loss (`memory.loss: {rows: ...}`), on which the bits depend; None: the head is whole."""
     mlp_rows: int | None = None
     """Of a block of an MLP (`memory.mlp`), likewise."""
+    layer_rows: int | None = None
+    """Of a block of a layer (`memory.rows`), likewise."""
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: it stays where it is."""
     audited_peak_bytes: int | None = None
@@ -89,7 +91,7 @@ class Plan:
     def does_nothing(self) -> bool:
         """True when every activation is kept (no rule says otherwise, or none of the observed sites is affected), and
         all of the optimizer's state, and the loss is plain."""
-        if self.loss != "plain" or self.mlp_rows is not None or (self.optimizer is not None and self.optimizer.moves):
+        if self.loss != "plain" or self._rows() or (self.optimizer is not None and self.optimizer.moves):
             return False
         if self.sites:
             return all(site.fate is Fate.KEEP and site.codec is None for site in self.sites)
@@ -114,7 +116,7 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def _rows(self) -> dict[str, int]:
-        rows = {"loss_rows": self.loss_rows, "mlp_rows": self.mlp_rows}
+        rows = {"loss_rows": self.loss_rows, "mlp_rows": self.mlp_rows, "layer_rows": self.layer_rows}
         return {key: number for key, number in rows.items() if number is not None}
 
     def to_json(self) -> str:
@@ -238,6 +240,8 @@ def _lines_about_rows(plan: Plan) -> Iterator[str]:
         yield _LOSS
     if plan.mlp_rows is not None:
         yield f"mlp: in blocks of {plan.mlp_rows} rows, {_DECLARED}"
+    if plan.layer_rows is not None:
+        yield f"layers: in blocks of {plan.layer_rows} rows but for attention, {_DECLARED}"
 
 
 def _check_line(plan: Plan) -> str:

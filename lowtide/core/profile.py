@@ -179,6 +179,8 @@ class Profile:
     """Of a block of head and loss, where that was asked for."""
     mlp_rows: int | None = None
     """Of a block of an MLP, likewise."""
+    layer_rows: int | None = None
+    """Of a block of a layer, likewise."""
 
     @property
     def sites(self) -> tuple[Site, ...]:

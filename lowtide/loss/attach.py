@@ -25,7 +25,7 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import ROWS_STEP, name_of, saves_memory, sliced_cross_entropy
 from lowtide.loss.head import FORWARD, TANH, Step, head_cross_entropy, why_not_in_blocks
+from lowtide.loss.layers import LayersInBlocks, layer_rows_of
 from lowtide.loss.mlp import MlpsInBlocks, mlp_rows_of
 from lowtide.loss.parallel import are_words_spread, dtensor_cross_entropy
 from lowtide.loss.self_test import same_bits
@@ -332,15 +333,15 @@ def _sliced_loss_of(model: nn.Module) -> SlicedLoss | None:
 
 
 class AttachedLoss:
-    """What stands in a model for `memory.loss` and `memory.mlp`, until `remove()`."""
+    """What stands in a model for `memory.loss`, `memory.mlp` and `memory.rows`, until `remove()`."""
 
-    def __init__(self, loss: LossHandle | None, mlps: MlpsInBlocks | None) -> None:
+    def __init__(self, loss: LossHandle | None, blocks: Sequence[MlpsInBlocks | LayersInBlocks]) -> None:
         self.loss = loss
-        self.mlps = mlps
+        self._blocks = blocks
 
     def remove(self) -> None:
         """The model's own again. Idempotent."""
-        for each in (self.loss, self.mlps):
+        for each in (self.loss, *self._blocks):
             if each is not None:
                 each.remove()
 
@@ -363,18 +364,29 @@ def sliced_where(model: nn.Module, **how: Any) -> Iterator[None]:
 
 
 def attach_where(
-    model: nn.Module, *, may: bool, must: bool, rows: int | None = None, mlp_rows: int | None = None
+    model: nn.Module,
+    *,
+    may: bool,
+    must: bool,
+    rows: int | None = None,
+    mlp_rows: int | None = None,
+    layer_rows: int | None = None,
 ) -> AttachedLoss | None:
     """The loss in slices, or with `rows` in blocks, if it may be and can be; `must`: raises `ConfigError` where it
-    cannot be. `mlp_rows`: MLPs in blocks. None where that is nothing, and for what is in force already."""
+    cannot be. `mlp_rows`, `layer_rows`: MLPs, layers in blocks. None where that is nothing, and for what is in force
+    already."""
     is_plain = not may or _sliced_loss_of(model) is not None or (not must and why_not(model))
-    mlps = None if mlp_rows is None or mlp_rows_of(model) is not None else MlpsInBlocks(model, mlp_rows)
+    blocks: list[MlpsInBlocks | LayersInBlocks] = []
+    if mlp_rows is not None and mlp_rows_of(model) is None:
+        blocks.append(MlpsInBlocks(model, mlp_rows))
+    if layer_rows is not None and layer_rows_of(model) is None:
+        blocks.append(LayersInBlocks(model, layer_rows))
     try:
         loss = None if is_plain else attach(model, rows)
     except ConfigError:
-        AttachedLoss(None, mlps).remove()
+        AttachedLoss(None, blocks).remove()
         raise
-    return None if loss is None and mlps is None else AttachedLoss(loss, mlps)
+    return AttachedLoss(loss, blocks) if loss is not None or blocks else None
 
 
 def why_not(model: nn.Module) -> str:

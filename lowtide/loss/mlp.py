@@ -3,14 +3,7 @@
 Why: once logits are gone (head.py), the backward pass of a layer's MLP sets the floor of long sequences. In Llama-3-8B
 some nine tensors of 28 KiB a token are alive there; here they are for one block of rows.
 
-Which sum: as in head.py. Rows 0 to R-1 are the first block, and so on. Outputs and the gradient of the input are made
-block by block. The gradient of each weight is that of the blocks, each in the dtype that autograd gives it, added up in
-order in fp32 or wider and rounded once. The bits depend on R and on the batch, on nothing else; a batch of one block
-goes through the model's own forward, and has plain's.
-
-How: forward runs the MLP's operators on one block after the other without a graph, and keeps the input and one number
-of each row of the result. Backward runs each block again under autograd, and compares that number, which all of the
-row's values are in: where one bit differs, no gradient is given.
+How, and which sum: blocks.py. A batch of one block goes through the model's own forward, and has plain's bits.
 Cost: the MLP's forward once more, three matmuls of nine; a wait for the device for each MLP. Where the layer runs again
 too, the MLP runs three times. Memory: a block's activations, and for each weight of one MLP an fp32 sum.
 Which MLPs: those of transformers' dense families that are `down_proj(act_fn(gate_proj(x)) * up_proj(x))`. That a module
@@ -20,7 +13,6 @@ on them, hooks on their parts, weights that are spread over ranks, second deriva
 
 from __future__ import annotations
 
-import contextlib
 import math
 import types
 from typing import Any
@@ -30,14 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.loss.cross_entropy import slices
-from lowtide.loss.head import DeclaredSum, compare_again, why_not_in_blocks
-from lowtide.tensors.private import has_forward_hooks, top_saved_tensors_hooks
+from lowtide.loss.blocks import RowWise
+from lowtide.loss.head import why_not_in_blocks
+from lowtide.tensors.private import has_forward_hooks
 from lowtide.tensors.wrappers import is_distributed
 
 _LINEAR = ("gate_proj", "up_proj", "down_proj")
 _PARTS = (*_LINEAR, "act_fn")
 _NUM_PROBED = 4
+_WHAT, _FIX = "an MLP in blocks", "leave memory.mlp out"
 
 
 class MlpsInBlocks:
@@ -105,7 +98,10 @@ class _InBlocks:
             made: torch.Tensor = type(self._mlp).forward(self._mlp, x)
             return made
         flat = x.reshape(-1, x.shape[-1])
-        out: torch.Tensor = _MlpOfRows.apply(self._mlp.act_fn, self.rows, flat, *_weights(self._mlp))
+        act = self._mlp.act_fn
+        (out,) = RowWise(lambda _, block, weights: (_run(act, block[0], weights),), self.rows, 1, _WHAT, _FIX)(
+            flat, *_weights(self._mlp)
+        )
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,61 +121,3 @@ def _run(act: Any, x: torch.Tensor, weights: list[Any]) -> torch.Tensor:
     gate, gate_bias, up, up_bias, down, down_bias = weights
     wide = type(act).forward(act, F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
     return F.linear(wide, down, down_bias)
-
-
-class _MlpOfRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, act: Any, rows: int, x: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
-        kind = x.device.type
-        ctx.act, ctx.rows = act, rows
-        # Casts of one block: the cache of autocast would hold copies of all weights, without a graph.
-        ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-        out: torch.Tensor | None = None
-        with torch.autocast(kind, **ctx.autocast, cache_enabled=False):
-            for part in slices(len(x), rows):
-                made = _run(act, x[part], list(weights))
-                if out is None:
-                    out = made.new_empty((len(x), made.shape[1]))
-                out[part] = made
-        assert out is not None
-        ctx.save_for_backward(x, out[:, 0].clone(), *weights)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "lowtide: a second derivative (create_graph) of an MLP in blocks is not covered; leave memory.mlp out"
-            )
-        x, firsts, *weights = ctx.saved_tensors
-        again = torch.empty_like(firsts)
-        needs_x, *needs = ctx.needs_input_grad[2:]
-        of_x = torch.empty_like(x) if needs_x else None
-        sums = [DeclaredSum(weight.dtype) for weight, is_needed in zip(weights, needs, strict=True) if is_needed]
-        for part in slices(len(x), ctx.rows):
-            with torch.enable_grad(), _unwatched(), torch.autocast(x.device.type, **ctx.autocast, cache_enabled=False):
-                given = x[part].detach().requires_grad_(needs_x)
-                leaves = [
-                    None if weight is None else weight.detach().requires_grad_(is_needed)
-                    for weight, is_needed in zip(weights, needs, strict=True)
-                ]
-                made = _run(ctx.act, given, leaves)
-            again[part] = made.detach()[:, 0]
-            wanted = [each for each in (given, *leaves) if each is not None and each.requires_grad]
-            gradients = list(torch.autograd.grad(made, wanted, of_out[part]))
-            del made, given, leaves, wanted
-            if of_x is not None:
-                of_x[part] = gradients.pop(0)
-            for each in sums:
-                each.add(gradients.pop(0))
-        compare_again(firsts, again, "an MLP in blocks", "leave memory.mlp out")
-        results = iter(sums)
-        made_of_weights = [next(results).result() if is_needed else None for is_needed in needs]
-        return None, None, of_x, *made_of_weights
-
-
-def _unwatched() -> contextlib.AbstractContextManager[Any]:
-    """Inside, whoever watches what is saved does not see what one block saves for the moment."""
-    if top_saved_tensors_hooks() is None:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)

@@ -223,8 +223,9 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"
         )
-    if config.mlp is not None:
-        raise ConfigError("memory.mlp: cannot stand beside a budget for a pipeline yet; leave it out")
+    for key in ("mlp", "rows"):
+        if getattr(config, key) is not None:
+            raise ConfigError(f"memory.{key}: cannot stand beside a budget for a pipeline yet; leave it out")
     for stage, module in pipeline.stages.items():
         if patched_module(module) is not None:
             raise ConfigError(f"pipeline: stage {stage} is already under a lowtide plan; call remove() on it first")

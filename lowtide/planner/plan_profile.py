@@ -226,6 +226,7 @@ def _plan_of(
         loss=question.profile.loss,
         loss_rows=question.profile.loss_rows,
         mlp_rows=question.profile.mlp_rows,
+        layer_rows=question.profile.layer_rows,
         budget_bytes=budget_bytes,
         predicted=prediction,
         account=memory_breakdown(

@@ -358,6 +358,7 @@ def refusal(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_lim
         _what_is_in_the_way(arrays, budget_bytes, host_bytes, floor_bytes, floor_fates),
         floor_bytes=floor_bytes,
         suggestions=tuple(sentences[:3]),
+        set_by=_worst(arrays, Lifetimes.of(arrays, floor_fates))[1],
     )
 
 
@@ -370,11 +371,7 @@ def _what_is_in_the_way(
             f"{format_bytes(host_bytes or 0)} takes; raise it or swap less"
         )
     lifetimes = Lifetimes.of(arrays, floor_fates)
-    curve = floor_curve(arrays, lifetimes)
-    tick = int(np.argmax(curve))
-    num_forward = arrays.step.num_forward_ticks
-    nameless = f"forward tick {tick}" if tick < num_forward else f"backward tick {tick - num_forward}"
-    where = arrays.step.ticks[tick].name or nameless
+    tick, where = _worst(arrays, lifetimes)
     base_bytes = int(arrays.base[tick])
     there = (arrays.born <= tick) & (tick < lifetimes.dies) | (lifetimes.need <= tick) & (tick < lifetimes.release)
     there |= lifetimes.is_held & (arrays.born <= tick) & (tick < lifetimes.release)
@@ -388,3 +385,11 @@ def _what_is_in_the_way(
         f"{format_bytes(printed_up(floor_bytes))}, set by {where}: {format_bytes(base_bytes)} there is not activations"
         f"{largest}; raise the budget to {format_bytes(printed_up(floor_bytes))} or make the micro-batch smaller"
     )
+
+
+def _worst(arrays: StepArrays, lifetimes: Lifetimes) -> tuple[int, str]:
+    """The tick of the largest peak, and what runs there."""
+    tick = int(np.argmax(floor_curve(arrays, lifetimes)))
+    num_forward = arrays.step.num_forward_ticks
+    nameless = f"forward tick {tick}" if tick < num_forward else f"backward tick {tick - num_forward}"
+    return tick, arrays.step.ticks[tick].name or nameless

@@ -136,7 +136,7 @@ def test_the_search_takes_few_tries() -> None:
             return round(1e6 * (fixed + straight * size + curved * size**2 + step * (size > place)))  # noqa: B023
 
         asked = Mock(side_effect=peak)
-        found = _search(asked, 72_000_000, "sequence", most)
+        found = _search(asked, 72_000_000, unit, most)
         tried = [call.args[0] for call in asked.call_args_list]
         assert found == 0 or peak(found) <= 72_000_000
         assert found == most or peak(found + unit) > 72_000_000
@@ -149,6 +149,22 @@ def test_where_no_plan_fits_the_table_is_there_and_the_refusal_after_it(capsys: 
     (row,) = [line for line in out.splitlines() if line.startswith("lowtide")]
     assert row.endswith("does not fit")
     assert "budget 1.0 MiB: no plan fits" in err
+
+
+@pytest.mark.slow
+def test_layers_in_blocks_are_longer_and_each_length_that_was_tried_has_a_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("--batch", "1", "--budget", "8MiB", "--rows", "256", "--largest", "sequence", "--json")
+    assert plan(*asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == [*NAMES, "lowtide, updates in backward"]
+    assert rows["lowtide"]["largest"] > 2 * rows["every layer checkpointed"]["largest"]
+    assert rows["lowtide, updates in backward"]["largest"] >= rows["lowtide"]["largest"]
+    lengths = [row["largest"] for row in found["tries"]]
+    assert lengths == sorted(lengths) and rows["lowtide, updates in backward"] in found["tries"]
+    assert all(row["fits"] == (row["peak_bytes"] <= 8 * 2**20) and row["set_by"] for row in found["tries"])
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ from lowtide.core.profile import Profile
 from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
+from lowtide.loss.blocks import REPEAT
+from lowtide.loss.layers import layer_rows_of
 from lowtide.loss.mlp import mlp_rows_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.fake.expand_layers import Expanded, expand
@@ -225,6 +227,7 @@ def trace(
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
         mlp_rows=mlp_rows_of(model),
+        layer_rows=layer_rows_of(model),
     )
     del expanded
     if left := fakes_left(mode, own):
@@ -266,8 +269,15 @@ class _Roofline:
 
     def settle(self, column: list[OpCall]) -> list[float]:
         if self._price is not None:
-            return self._price(column, self._layers, self._hardware)
-        return [op_seconds(call, self._hardware) for call in column]
+            seconds = self._price(column, self._layers, self._hardware)
+        else:
+            seconds = [op_seconds(call, self._hardware) for call in column]
+        times = 1.0
+        for number, call in enumerate(column):
+            if call.func.overloadpacket.__name__ == REPEAT:
+                times = call.args[1]
+            seconds[number] *= times
+        return seconds
 
 
 def _grouped_product(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:

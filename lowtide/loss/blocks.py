@@ -1,0 +1,170 @@
+"""What works row by row, in blocks of a declared number of rows: the function of autograd that layers and MLPs share.
+
+Which sum: rows 0 to R-1 are the first block, and so on. Outputs and gradients of inputs are made block by block. The
+gradient of each weight is that of the blocks, each in the dtype that autograd gives it, added up in order in fp32 or
+wider and rounded once. The bits depend on R and on the batch, on nothing else (contract 20).
+
+How: forward runs each block without a graph, and keeps the inputs and one number of each row of the results. Backward
+runs each block again under autograd, and compares these numbers, which are sums over the bits of a row: where one
+differs, no gradient is given. In a trace, which has no values, the second block stands for all that follow it
+(`REPEAT`), so that a million tokens are traced as fast as two blocks.
+
+Cost: the forward once more; for each call a wait for the device, and for each weight an fp32 sum.
+Not covered: second derivatives; what draws random numbers, whose second run is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.loss.cross_entropy import slices
+from lowtide.loss.head import DeclaredSum, compare_again
+from lowtide.tensors.private import FakeTensor, top_saved_tensors_hooks
+
+REPEAT = "planning_repeat"
+"""An operator of traces: what runs from here on stands for so many times as much."""
+_AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Run = Callable[[slice, list[Any], list[Any]], tuple[torch.Tensor, ...]]
+"""The results for a block, from its number, its rows of the inputs, and the weights; the first dimension is rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowWise:
+    """What is done to each block."""
+
+    run: Run
+    rows: int
+    num_inputs: int
+    what: str
+    """Its name in messages: 'an MLP in blocks'."""
+    fix: str
+    """What to do where it is refused."""
+
+    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """The results for all rows. `tensors`: inputs of as many rows each, and the weights."""
+        made: tuple[torch.Tensor, ...] = _InDeclaredBlocks.apply(self, *tensors)
+        return made
+
+
+class _InDeclaredBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: RowWise, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        inputs, weights = list(tensors[: work.num_inputs]), list(tensors[work.num_inputs :])
+        num_rows, kind = len(inputs[0]), inputs[0].device.type
+        # Casts of one block: the cache of autocast would hold copies of all weights, without a graph.
+        ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        results: list[torch.Tensor] = []
+        numbers: list[torch.Tensor] = []
+        with torch.autocast(kind, **ctx.autocast, cache_enabled=False):
+            for part in declared_blocks(num_rows, work.rows, inputs[0]):
+                made = work.run(part, [each[part] for each in inputs], weights)
+                if not results:
+                    results = [each.new_empty((num_rows, *each.shape[1:])) for each in made]
+                    numbers = [each.new_empty(num_rows, dtype=torch.int64) for each in made]
+                for whole, number, block in zip(results, numbers, made, strict=True):
+                    whole[part] = block
+                    number[part] = _number_of_rows(block)
+                del made, block
+        for each in (*results, *numbers):
+            name_at_once(each)
+        ctx.work, ctx.num_results = work, len(results)
+        ctx.save_for_backward(*inputs, *numbers, *weights)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *of_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        work: RowWise = ctx.work
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"lowtide: a second derivative (create_graph) of {work.what} is not covered; {work.fix}")
+        saved, num_inputs = list(ctx.saved_tensors), work.num_inputs
+        inputs, saved = saved[:num_inputs], saved[num_inputs:]
+        numbers, weights = saved[: ctx.num_results], saved[ctx.num_results :]
+        needs, needs_weights = ctx.needs_input_grad[1 : num_inputs + 1], ctx.needs_input_grad[num_inputs + 1 :]
+        kind = inputs[0].device.type
+        again = [torch.empty_like(number) for number in numbers]
+        of_inputs = [torch.empty_like(each) if need else None for each, need in zip(inputs, needs, strict=True)]
+        sums = [DeclaredSum(each.dtype) if need else None for each, need in zip(weights, needs_weights, strict=True)]
+        for part in declared_blocks(len(inputs[0]), work.rows, inputs[0]):
+            with torch.enable_grad(), _unwatched(), torch.autocast(kind, **ctx.autocast, cache_enabled=False):
+                given = [_leaf(each[part], need) for each, need in zip(inputs, needs, strict=True)]
+                leaves = [_leaf(each, need) for each, need in zip(weights, needs_weights, strict=True)]
+                made = work.run(part, given, leaves)
+            for number, block in zip(again, made, strict=True):
+                number[part] = _number_of_rows(block.detach())
+            wanted = [each for each in (*given, *leaves) if each is not None and each.requires_grad]
+            pairs = [(each, of[part]) for each, of in zip(made, of_results, strict=True) if each.requires_grad]
+            roots, of_roots = zip(*pairs, strict=True)
+            gradients = list(torch.autograd.grad(roots, wanted, of_roots, allow_unused=True))
+            del given, leaves, made, wanted, pairs, roots, of_roots, block
+            for whole in of_inputs:
+                if whole is not None:
+                    _fill(whole[part], gradients.pop(0))
+            for total in sums:
+                if total is not None:
+                    _add(total, gradients.pop(0))
+        for number, second in zip(numbers, again, strict=True):
+            compare_again(number, second, work.what, work.fix)
+        return None, *of_inputs, *(None if total is None else total.result() for total in sums)
+
+
+def _fill(rows: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    rows.zero_() if gradient is None else rows.copy_(gradient)
+
+
+def _add(total: DeclaredSum, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        total.add(gradient)
+
+
+def declared_blocks(num_rows: int, rows: int, like: torch.Tensor) -> Iterator[slice]:
+    """The blocks of `rows` rows in order; of a trace only two, of which the second counts for all that follow."""
+    parts = list(slices(num_rows, rows))
+    if not isinstance(like, FakeTensor) or len(parts) <= 2:
+        yield from parts
+        return
+    yield parts[0]
+    _repeat()(like, num_rows / rows - 1)
+    yield parts[1]
+    _repeat()(like, 1.0)
+
+
+def name_at_once(tensor: torch.Tensor) -> None:
+    """Write nothing to a tensor that blocks have filled. A storage bears the name of what wrote to it last, with a
+    number that counts such writes; the blocks of a trace are fewer than those of the step that is planned."""
+    tensor.detach()[:0].zero_()
+
+
+@functools.lru_cache(maxsize=1)
+def _repeat() -> Any:
+    """Registered on first use: who never plans never sees it."""
+    torch.library.define(f"lowtide::{REPEAT}", "(Tensor like, float times) -> Tensor")
+
+    @torch.library.register_fake(f"lowtide::{REPEAT}")
+    def _(like: torch.Tensor, times: float) -> torch.Tensor:
+        return like.new_empty(0)
+
+    return torch.ops.lowtide.planning_repeat
+
+
+def _leaf(tensor: torch.Tensor | None, needs_gradient: bool) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().requires_grad_(needs_gradient)
+
+
+def _number_of_rows(block: torch.Tensor) -> torch.Tensor:
+    """A whole number for each row, in which all bits of the row are."""
+    values = block.flatten(1)
+    return values.view(_AS_INTEGERS[values.element_size()]).sum(1, dtype=torch.int64)
+
+
+def _unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Inside, whoever watches what is saved does not see what one block saves for the moment."""
+    if top_saved_tensors_hooks() is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)

@@ -1,0 +1,381 @@
+"""The layers of a model in blocks of a declared number of rows: all but attention itself, which takes all rows at once.
+
+Why: with logits and MLPs gone, norms, rotary positions and projections set the floor of long sequences, and what each
+layer saves sets what the host must take: 84 KiB a token and layer in Llama-3-8B. Here a layer saves its input, what
+attention reads and what it gives: 28 KiB.
+
+How: attention is where a layer calls torch's `scaled_dot_product_attention`. All that a layer does before that call is
+one function of rows, all that it does after it is another (blocks.py); no family of models is known by name. For a
+block of rows the layer's own forward runs up to the call and stops there, and what the call was given is collected.
+Then attention runs once, on all rows, and autograd sees it as always. For what comes after it the layer's own forward
+runs once more on each block, and the call gives the block's rows of what attention has made.
+A layer that does not call attention is one function of rows, and so are norms beside the layers.
+
+Which sum: that of blocks.py, for all weights of a layer. Rows are those of all sequences of a batch, one after the
+other. A batch of one block goes through the model's own forward, and has plain's bits.
+
+Why it is safe: that rows do not talk to each other is tried out in each layer's first forward pass. A few rows run
+three times, with the first one exchanged, and the last one; all others must keep their bits.
+Cost: what stands before attention runs four times in a step and not once, the rest of the layer twice; at the lengths
+that this is for, attention takes most of the time. Memory: a block's activations, and an fp32 sum for each weight of
+one layer.
+Refused by name: attention that is not torch's, or has a mask; softmax elsewhere; experts; hooks on parts of a layer;
+caches; arguments that have no row for each token; dropout (where it draws), sharded weights, second derivatives.
+Not covered: rows that talk to each other over more than some rows only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lowtide.errors import ConfigError
+from lowtide.loss.blocks import RowWise, name_at_once
+from lowtide.tensors.private import FakeTensor, has_forward_hooks, tree_leaves, tree_map_only
+from lowtide.tensors.second_run import CACHE_NAMES, num_cached
+from lowtide.tensors.wrappers import is_distributed
+
+_FIX = "leave memory.rows out"
+_WHAT = "a layer in blocks"
+_NUM_TRIED = 8
+_SETTING = ("attn_mask", "dropout_p", "is_causal")
+"""The arguments of attention after query, key and value that may be given by place."""
+_PLAIN = (bool, int, float, str, type(None))
+_SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
+
+
+class LayersInBlocks:
+    """The layers of a model, and norms beside them, in blocks of `rows`, until `remove()`. Raises `ConfigError` where
+    there is none, and for layers that are known not to be functions of rows."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self.rows = rows
+        self._layers = _layers_of(model)
+        if not self._layers:
+            raise ConfigError(
+                f"memory.rows: {type(model).__name__} has no layers in a torch.nn.ModuleList, which could be taken in "
+                f"blocks of rows; {_FIX}"
+            )
+        for name, layer in self._layers.items():
+            if reason := _why_not(layer):
+                raise _refusal(name, reason)
+        for name, layer in self._layers.items():
+            layer.forward = _LayerInBlocks(name, layer, rows)
+
+    def remove(self) -> None:
+        """The model's own forward again, where nobody has set another since."""
+        for layer in self._layers.values():
+            if isinstance(vars(layer).get("forward"), _LayerInBlocks):
+                del layer.forward
+
+
+def layer_rows_of(model: nn.Module) -> int | None:
+    """The rows of a block of a layer, where they are in force."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return next((forward.rows for forward in forwards if isinstance(forward, _LayerInBlocks)), None)
+
+
+def _layers_of(model: nn.Module) -> dict[str, Any]:
+    """The outermost modules with parameters in lists of modules, and norms that lie in none of these, by name."""
+    found: dict[str, Any] = {}
+    norms: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if any(name.startswith(f"{layer}.") for layer in found) or not any(True for _ in module.parameters()):
+            continue
+        if isinstance(parent, nn.ModuleList) and not isinstance(module, nn.ModuleList):
+            found[name] = module
+        elif "Norm" in type(module).__name__:
+            norms[name] = module
+    return {**found, **norms} if found else {}
+
+
+def _why_not(layer: Any) -> str:
+    if "forward" in vars(layer):
+        return "somebody has replaced its forward"
+    if any(is_distributed(parameter) for parameter in layer.parameters()):
+        return "its weights are spread over ranks"
+    if any(hasattr(part, "experts") for part in layer.modules()):
+        return "it routes tokens to experts"
+    if any(has_forward_hooks(part) for part in layer.modules() if part is not layer):
+        return "there are hooks on its parts, which would see blocks"
+    return ""
+
+
+def _refusal(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"memory.rows: '{name}' cannot be taken in blocks of rows: {reason}; {_FIX}")
+
+
+class _LayerInBlocks:
+    """The forward of one layer."""
+
+    def __init__(self, name: str, layer: Any, rows: int) -> None:
+        self.rows = rows
+        self._name = name
+        self._layer = layer
+        self._body = _Body(layer)
+        self._is_tried = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("hidden_states")
+        is_one_block = isinstance(x, torch.Tensor) and math.prod(x.shape[:-1]) <= self.rows
+        if is_one_block or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return type(self._layer).forward(self._layer, *args, **kwargs)
+        if not isinstance(x, torch.Tensor) or is_distributed(x):
+            raise _refusal(self._name, "its first argument is no ordinary tensor")
+        given = _Given(self._name, x, args, self._without_cache(kwargs))
+        hidden = x.reshape(-1, x.shape[-1])
+        before = self._look(given, hidden)
+        weights = dict(self._body.named_parameters())
+        first = [name for name, weight in weights.items() if id(weight) in before.read_before]
+        rest = [name for name, weight in weights.items() if id(weight) in before.read_after]
+
+        def run_first(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
+            return self._run(given, part, inputs[0], dict(zip(first, leaves, strict=True))).rows_given()
+
+        def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
+            seam = self._run(given, part, inputs[0], dict(zip(rest, leaves, strict=True)), *inputs[1:])
+            return (_rows_of(self._name, seam.result, given.is_batched),)
+
+        inputs = [hidden]
+        if before.given is not None:
+            parts = RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first))
+            query, key, value = (each.view(*given.lead, *each.shape[1:]).transpose(1, 2) for each in parts)
+            made = F.scaled_dot_product_attention(query, key, value, **before.setting)
+            made = made.transpose(1, 2)
+            inputs.append(made.reshape(-1, *made.shape[2:]))
+            if not made.is_contiguous():  # a copy
+                name_at_once(inputs[1])
+        (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
+        return before.output_like(out.view(*given.lead, *out.shape[1:]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model, or a file of it, has its own forward: nobody would ever take a copied one off."""
+        return _own_forward, (self._layer,)
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Without an empty cache of keys and values, which models in training are given by default."""
+        caches = [name for name in CACHE_NAMES if kwargs.get(name) is not None]
+        if any(num_cached(self._layer, kwargs[name]) for name in caches):
+            raise _refusal(self._name, f"its {caches[0]} already holds tokens")
+        if caches:
+            warnings.warn(
+                f"lowtide: layers in blocks do not fill {', '.join(caches)}; set use_cache=False to say so yourself.",
+                stacklevel=2,
+            )
+        return {**kwargs, **dict.fromkeys(caches)}
+
+    def _run(
+        self, given: _Given, part: slice, block: torch.Tensor, weights: dict[str, Any], made: torch.Tensor | None = None
+    ) -> _Seam:
+        """The layer's own forward on a block; up to attention, or with the rows that it has `made`."""
+        args, kwargs = given.of_block(part, block)
+        if made is not None:
+            made = made[None].transpose(1, 2)
+        with _Seam(self._name, made) as seam, contextlib.suppress(_StopError):
+            seam.result = torch.func.functional_call(self._body, weights, args, kwargs)
+        return seam
+
+    def _look(self, given: _Given, hidden: torch.Tensor) -> _Seen:
+        """What the layer does with its first rows. Raises `ConfigError` where these talk to each other."""
+        num_rows = min(_NUM_TRIED, len(hidden))
+        rows = hidden[:num_rows].detach()
+        kind = rows.device.type
+        cast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        with torch.no_grad(), torch.autocast(kind, **cast, cache_enabled=False):
+            seen = self._look_at(given, rows)
+            if self._is_tried or isinstance(rows, FakeTensor):
+                return seen
+            for other, others in ((0, slice(1, None)), (num_rows - 1, slice(0, num_rows - 1))):
+                changed = rows.clone()
+                changed[other] = 1 - changed[other]
+                again = self._look_at(given, changed)
+                pairs = zip(seen.results, again.results, strict=True)
+                if not all(_same_bits(a[others], b[others]) for a, b in pairs):
+                    raise _refusal(self._name, "what it gives for a row depends on other rows")
+        self._is_tried = True
+        return seen
+
+    def _look_at(self, given: _Given, rows: torch.Tensor) -> _Seen:
+        part = slice(0, len(rows))
+        before = self._run(given, part, rows, {})
+        after = before
+        results: list[torch.Tensor] = []
+        if before.given is not None:
+            results += before.rows_given()
+            _, _, value = before.given
+            heads, width = before.given[0].shape[1], value.shape[3]
+            # Any numbers will do, other ones in each row.
+            made = rows.repeat(1, -(-heads * width // rows.shape[1]))[:, : heads * width].to(value.dtype)
+            after = self._run(given, part, rows, {}, made.reshape(-1, heads, width))
+            if before.setting.get("attn_mask") is not None:
+                raise _refusal(self._name, "its attention has a mask")
+        results.append(_rows_of(self._name, after.result, given.is_batched))
+        return _Seen(
+            given=before.given,
+            setting=before.setting,
+            read_before=before.read,
+            read_after=after.read_after,
+            results=results,
+            result=after.result,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What a layer did with a few rows."""
+
+    given: tuple[torch.Tensor, ...] | None
+    """To attention; None: it calls none."""
+    setting: dict[str, Any]
+    """Of attention."""
+    read_before: set[int]
+    """Tensors that were read up to attention."""
+    read_after: set[int]
+    """And after it, or all where there is none."""
+    results: list[torch.Tensor]
+    """What was given to attention, and what the layer gave, by rows."""
+    result: Any
+
+    def output_like(self, out: torch.Tensor) -> Any:
+        """`out` in the form of the layer's own output."""
+        return out if isinstance(self.result, torch.Tensor) else type(self.result)((out, *self.result[1:]))
+
+
+class _Body(nn.Module):
+    """The layer's own forward as a module, whose weights can be given for one call."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """A tensor among the arguments of a layer; None: the hidden states, which autograd's graph must not hold twice."""
+
+    rows: torch.Tensor | None
+    """One for each token of the batch, or of one sequence, where all sequences have the same."""
+
+    def of(self, part: slice, block: torch.Tensor) -> torch.Tensor:
+        """Its rows for a block, whose hidden states are `block`."""
+        if self.rows is None:
+            return block
+        if part.stop <= len(self.rows):
+            return self.rows[part]
+        places = torch.arange(part.start, part.start + len(block), device=self.rows.device)
+        return self.rows[places % len(self.rows)]
+
+
+class _Given:
+    """The arguments of a call, by rows. `x`: the hidden states."""
+
+    def __init__(self, name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._name = name
+        self.lead = x.shape[:-1]
+        self.is_batched = x.ndim > 2
+        for leaf in tree_leaves((args, kwargs)):
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                raise _refusal(name, f"it is given a {type(leaf).__name__} (for a cache: pass use_cache=False)")
+        self._tree = tree_map_only(
+            torch.Tensor, lambda each: _Argument(None if each is x else self._rows_of(each)), (args, kwargs)
+        )
+
+    def of_block(self, part: slice, block: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for one block, whose rows of hidden states are `block`."""
+
+        def cut(argument: _Argument) -> torch.Tensor:
+            rows = argument.of(part, block)
+            return rows[None] if self.is_batched else rows
+
+        args, kwargs = tree_map_only(_Argument, cut, self._tree)
+        return args, kwargs
+
+    def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        lead, rest = tensor.shape[: len(self.lead)], tensor.shape[len(self.lead) :]
+        if lead != self.lead and lead != (1, *self.lead[1:]):
+            raise _refusal(
+                self._name, f"it is given a tensor of shape {tuple(tensor.shape)}, which has no row for each token"
+            )
+        if tensor.requires_grad:
+            raise _refusal(self._name, "it is given a second tensor that needs a gradient")
+        return tensor.reshape(-1, *rest)
+
+
+class _StopError(Exception):
+    """Ends a layer's forward at attention."""
+
+
+class _Seam(TorchFunctionMode):
+    """Stands where a layer calls attention. `made`: what the call gives; None: the layer stops there."""
+
+    def __init__(self, name: str, made: torch.Tensor | None) -> None:
+        super().__init__()
+        self._name = name
+        self._made = made
+        self.given: tuple[torch.Tensor, ...] | None = None
+        self.setting: dict[str, Any] = {}
+        self.result: Any = None
+        self.read: set[int] = set()
+        """Tensors that were read up to attention, by id: those of them that are weights live as long as the layer."""
+        self.read_after: set[int] = self.read
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            if func is F.dropout and (share := _dropped_by(args, kwargs)) is not None:
+                raise _refusal(self._name, f"it drops out at random (p = {share})")
+            if func in _SOFTMAX:
+                raise _refusal(
+                    self._name, "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
+                )
+            self.read_after.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter))
+            return func(*args, **kwargs)
+        if self.given is not None:
+            raise _refusal(self._name, "it calls attention twice")
+        named = {**dict(zip(("query", "key", "value", *_SETTING), args, strict=False)), **kwargs}
+        self.given = tuple(named.pop(each) for each in ("query", "key", "value"))
+        self.setting = named
+        if self._made is None:
+            raise _StopError
+        self.read_after = set()
+        return self._made
+
+    def rows_given(self) -> tuple[torch.Tensor, ...]:
+        """What attention was given, by rows."""
+        if self.given is None:
+            raise _refusal(self._name, "it calls attention for some rows only")
+        return tuple(each.transpose(1, 2).flatten(0, 1) for each in self.given)
+
+
+def _dropped_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """The share that a call of `dropout` drops; None where it drops nothing."""
+    named = {"p": 0.5, "training": True, **dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+    return named["p"] if named["p"] and named["training"] else None
+
+
+def _rows_of(name: str, result: Any, is_batched: bool) -> torch.Tensor:
+    out = result if isinstance(result, torch.Tensor) else result[0]
+    if not isinstance(result, torch.Tensor) and any(each is not None for each in result[1:]):
+        raise _refusal(name, "it gives more than one tensor")
+    return out[0] if is_batched else out
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _own_forward(layer: Any) -> Any:
+    return types.MethodType(type(layer).forward, layer)
