@@ -7,6 +7,7 @@ import importlib.util
 import os
 import random
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _frozen(request: pytest.FixtureRequest) -> None:
     """Half a million objects of torch and transformers are not looked at in each collection of garbage."""
-    if request.path.parent.name in _PLAIN_DIRECTORIES:
+    if request.path.parent.name in _PLAIN_DIRECTORIES and "torch" not in sys.modules:
         return
     is_ours = bool({"runtime", "attack"} & set(request.path.parts))
     if is_ours and importlib.util.find_spec("transformers") is not None:  # GPU machines often lack it

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,6 +28,7 @@ from tests.support import processes
 from tests.support.independent_count import IndependentCount
 
 CHUNK = 10
+RUN = "import runpy; runpy.run_module('tests.attack', run_name='__main__')"
 ROOT = Path(__file__).parents[2]
 
 
@@ -175,8 +176,7 @@ def test_the_independent_count_sees_what_is_alive() -> None:
 def test_a_run_has_progress_a_summary_and_json(tmp_path: Path) -> None:
     # Without budgets, which cost ten times as much.
     words = ["--draws", "3", "--start", "17", "--jobs", "1", "--json", str(tmp_path / "found")]
-    run = "import runpy; runpy.run_module('tests.attack', run_name='__main__')"
-    status, out, err = processes.program(run, tmp_path, *words, seconds=200, PYTHONPATH=str(ROOT))
+    status, out, err = processes.program(RUN, tmp_path, *words, seconds=200, PYTHONPATH=str(ROOT))
     found = json.loads((tmp_path / "found").read_text())
     assert found["first_seed"] == 17 and found["num_draws"] == 3 and found["next_seed"] == 20
     assert sum(found["verdicts"].values()) == 3
@@ -185,26 +185,17 @@ def test_a_run_has_progress_a_summary_and_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_says_where_to_go_on_and_leaves_no_process() -> None:
-    command = [sys.executable, "-m", "tests.attack", "--draws", "100000"]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # A suite that a shell started in the background ignores Ctrl-C, and its children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    ) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        workers: list[str] = []
-        end = time.monotonic() + 100  # a busy machine imports torch in its own time, twice
-        while not workers and time.monotonic() < end:
-            time.sleep(0.5)
-            workers = children.read_text().split()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=150)
-    assert process.returncode == 130, err
+def test_an_interrupted_run_says_where_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:
+    process = processes.start(RUN, tmp_path, "--draws", "100000", PYTHONPATH=str(ROOT))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers: list[str] = []
+    end = time.monotonic() + 100  # a busy machine imports torch in its own time
+    while not workers and process.is_alive() and time.monotonic() < end:
+        time.sleep(0.05)
+        workers = children.read_text().split()
+    os.kill(process.pid, signal.SIGINT)
+    status, out, err = processes.finish(process, tmp_path, 150)
+    assert status == 130, err
     assert "go on with: python -m tests.attack --start" in out
     assert workers
     for worker in workers:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks.children import CannotRunError, Child, median_of, one_line, ratios, run_rounds
+from tests.support import processes
 
 
 @contextmanager
 def started(**arguments: Any) -> Iterator[Child]:
+    processes.begin()
     child = Child("child", "tests.support.misbehaving:start", arguments)
     try:
         child.start(30)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.record import Record, read_all
+from tests.support import processes
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    """One server for the module: one that other tests have started has not imported what these children need."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+def server() -> None:
+    """Children are forked from the process that all tests fork from."""
+    processes.begin()
 
 
 def run(question: str, folder: Path, *arguments: str) -> int:

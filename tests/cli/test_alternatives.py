@@ -105,12 +105,12 @@ def test_the_table_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("asked", "note"),
     [
-        (("tiny.json", "--sequence", "512"), None),
+        pytest.param(("tiny.json", "--sequence", "512"), None, marks=pytest.mark.extended),
         (
             ("tiny.json", "--sequence", "2048"),
             "the model is made for sequences of up to 1,024 (max_position_embeddings)",
         ),
-        (("table.json", "--sequence", "512"), None),
+        pytest.param(("table.json", "--sequence", "512"), None, marks=pytest.mark.extended),
         (
             ("table.json", "--largest", "sequence"),
             "1,024: the model has no positions for more (max_position_embeddings)",
@@ -168,7 +168,7 @@ def test_layers_in_blocks_are_longer_and_each_length_that_was_tried_has_a_row(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("grown", "unit"), [("batch", 1), ("sequence", 256)])
+@pytest.mark.parametrize(("grown", "unit"), [("batch", 1), pytest.param("sequence", 256, marks=pytest.mark.extended)])
 def test_the_largest_is_the_largest(grown: str, unit: int, capsys: pytest.CaptureFixture[str]) -> None:
     """It fits, and one more does not."""
     budget = {"batch": 24, "sequence": 8}[grown]

@@ -1,4 +1,4 @@
-"""Processes that begin with torch and transformers loaded: `fork` starts some, `program` runs one to its end.
+"""Processes that begin with torch, transformers and lowtide loaded: `fork` starts some, `program` runs one to its end.
 
 All of a test process are forked from one that has loaded them and done nothing else. A process that must load them
 itself takes 4 seconds of a core before it begins. What needs one from its very start, environment included, starts one.
@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ _FORKS = multiprocessing.get_context("forkserver")
 _LOADED = (
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining", "scipy.optimize"),
     "transformers.models.llama.modeling_llama",  # one that is not installed is passed over
+    # Not the autopilot: a fixed plan must not load it (runtime/autopilot/test_objects_alive.py).
+    *("lowtide.runtime.session.apply", "lowtide.planner.plan_profile", "lowtide.pipeline.execute"),
+    *("lowtide.mindformers.follow", "lowtide.cli.run_step", "pytest"),
 )
 Process = multiprocessing.context.ForkServerProcess
 End = tuple[int | None, str, str]
@@ -29,9 +33,15 @@ def queue() -> Any:
     return _FORKS.Queue()
 
 
+def begin() -> None:
+    """The process that the others are forked from is there. The benchmarks have a list of their own, for theirs."""
+    _FORKS.set_forkserver_preload(list(_LOADED))
+    forkserver.ensure_running()
+
+
 def fork(function: Callable[..., None], each: list[tuple[Any, ...]]) -> list[Process]:
     """A process for each tuple of arguments, in the folder and with the environment of this one."""
-    _FORKS.set_forkserver_preload(list(_LOADED))  # the benchmarks have a list of their own
+    begin()
     processes = [_FORKS.Process(target=_call, args=(dict(os.environ), function, *args), daemon=True) for args in each]
     for process in processes:
         process.start()

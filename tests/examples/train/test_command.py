@@ -14,6 +14,7 @@ import pytest
 
 from lowtide.cli import commands as door
 from lowtide.cli.main import main
+from tests.support import processes
 from tests.support.grid import one_of
 
 ROOT = Path(__file__).parents[3]
@@ -41,16 +42,6 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text").write_bytes(b"".join(b"%d bottles of tea\n" % number for number in range(200)))
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "examples.train", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def num_steps_done(folder: str) -> int:
     path = Path(folder, "metrics.jsonl")
     return path.read_text().count("\n") if path.exists() else 0
@@ -64,15 +55,16 @@ def test_ended_in_the_middle_and_run_again_is_one_whole_run(
     """A real process, a real signal, a model with dropout: the same losses and weights to the bit."""
     steps = 120
     Path("run.yaml").write_text(RUN.format(steps=steps).replace("checkpoint_every: 50", "checkpoint_every: 4"))
-    broken = start("run.yaml", "--json", "--output-dir", "parts")
-    deadline = time.monotonic() + 300  # it has to import torch first, perhaps on a busy machine
-    while num_steps_done("parts") < 6 and time.monotonic() < deadline:
+    code = "import runpy; runpy.run_module('examples.train', run_name='__main__')"
+    broken = processes.start(code, Path.cwd(), "run.yaml", "--json", "--output-dir", "parts")
+    deadline = time.monotonic() + 300
+    while num_steps_done("parts") < 6 and broken.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
-    broken.send_signal(number)
-    out, err = broken.communicate(timeout=120)
+    os.kill(broken.pid, number)
+    status, out, err = processes.finish(broken, Path.cwd(), 120)
     newest = sorted(Path("parts/checkpoints").glob("step-*"))[-1]
     if number == signal.SIGTERM:
-        assert broken.returncode == 143, err
+        assert status == 143, err
         stopped = json.loads(out)
         assert stopped["stopped_by"] == "SIGTERM"
         assert 6 <= stopped["steps"] < steps
@@ -80,7 +72,7 @@ def test_ended_in_the_middle_and_run_again_is_one_whole_run(
         assert "lowtide: SIGTERM: finishing this step, then saving" in err
         assert f"stopped by SIGTERM after step {stopped['steps']} of {steps}; saved {newest}" in err
     else:
-        assert (broken.returncode, out) == (-signal.SIGKILL, "")
+        assert (status, out) == (-signal.SIGKILL, "")
 
     summaries = []
     for folder in ("whole", "parts"):
@@ -107,16 +99,10 @@ with StopRequest():
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(300)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == -signal.SIGINT
-    assert done.stdout == "still here\nand here\n"
-    assert done.stderr == "lowtide: SIGINT: finishing this step, then saving (Ctrl-C twice: end at once)\n"
+    status, out, err = processes.program(code, Path.cwd())
+    assert status == -signal.SIGINT
+    assert out == "still here\nand here\n"
+    assert err == "lowtide: SIGINT: finishing this step, then saving (Ctrl-C twice: end at once)\n"
 
 
 def test_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

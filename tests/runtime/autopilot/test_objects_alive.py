@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -14,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.support import processes
 from tests.support.virtual_engine import virtual
 
 ROOM = "lowtide.runtime.autopilot"
 MOST = 10
-ROOT = Path(__file__).parents[3]
 FILE: dict[str, Any] = {"recompute_config": {"recompute": [1]}, "swap_config": {"swap": False}}
 
 
@@ -66,8 +64,8 @@ def test_a_fixed_plan_has_none() -> None:
         assert not alive() - before
 
 
-def test_a_fixed_plan_does_not_load_the_room() -> None:
-    program = textwrap.dedent(f"""
+def test_a_fixed_plan_does_not_load_the_room(tmp_path: Path) -> None:
+    code = textwrap.dedent(f"""
         import sys
         from tests.runtime.autopilot.test_objects_alive import FILE, Net, alive, lowtide, train
         with lowtide.apply(model := Net(), FILE, engine="host") as tide:
@@ -75,5 +73,5 @@ def test_a_fixed_plan_does_not_load_the_room() -> None:
             assert tide.stats.recomputed_bytes > 0
             print(alive().total(), [name for name in sys.modules if name.startswith("{ROOM}")])
     """)
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.stdout == "0 []\n", ended.stderr
+    _, out, err = processes.program(code, tmp_path)
+    assert out == "0 []\n", err
