@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,11 @@ def test_json_is_one_document_with_everything(capsys: pytest.CaptureFixture[str]
     assert found["hidden"] == []
 
 
-def test_the_same_command_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_gives_the_same_answer(
+    capsys: pytest.CaptureFixture[str], forget_traces: Callable[[], None]
+) -> None:
     before = document(capsys, "--budget", "1.2MiB")
+    forget_traces()
     assert plan("--json", "--budget", "1.2MiB") == 0
     assert json.loads(capsys.readouterr().out) == before
 
@@ -175,7 +179,8 @@ def test_the_command_line_says_where_the_state_may_be(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("example", "name", "least"), [("llama_8b", "h200", 0.16), ("deepseek_v3_slice", "h100", 0.25)]
+    ("example", "name", "least"),
+    [pytest.param("llama_8b", "h200", 0.16, marks=pytest.mark.extended), ("deepseek_v3_slice", "h100", 0.25)],
 )
 def test_what_the_examples_save(example: str, name: str, least: float) -> None:
     """With everything else kept: the peak by this share, and the floor by what can move, but for three buckets."""
@@ -226,15 +231,17 @@ def test_rules_are_limits_for_the_solver(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
-    """In a process of its own, because the test's own has other things in memory."""
+@pytest.mark.parametrize("budget", ["20TiB", pytest.param("5001GiB", marks=pytest.mark.extended)])
+def test_a_model_of_671_billion_parameters_needs_no_memory(budget: str) -> None:
+    """In a process of its own, because the test's own has other things in memory. The search for a plan in little more
+    than the weights takes longer, and hardly more memory."""
     fields = "  model_type: deepseek_v3\n  vocab_size: 129280\n"
     run = f"model:\n{fields}data:\n  sequence_length: 4096\ntrain:\n  steps: 1\n  batch_size: 1\n  precision: bf16\n"
     Path("run.yaml").write_text(run, encoding="utf-8")
     code = (
         "import pathlib, sys\n"
         "from lowtide.cli.main import main\n"
-        "status = main(['plan', 'run.yaml', '--budget', '5001GiB', '--hardware', 'h200', '--json'])\n"
+        f"status = main(['plan', 'run.yaml', '--budget', '{budget}', '--hardware', 'h200', '--json'])\n"
         # not `ru_maxrss`, which a process inherits from the one that started it
         "lines = pathlib.Path('/proc/self/status').read_text().splitlines()\n"
         "print(next(line.split()[1] for line in lines if line.startswith('VmHWM')), file=sys.stderr)\n"
@@ -247,7 +254,7 @@ def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
     assert len(found["plan"]["layers"]) == 61
     weights = {line["what"]: line["plain_bytes"] for line in found["plan"]["account"]}["weights"]
     assert weights == pytest.approx(2 * 671e9, rel=0.005)
-    assert found["plan"]["predicted"]["peak_bytes"] <= 5001 << 30
+    assert found["plan"]["predicted"]["peak_bytes"] <= found["plan"]["budget_bytes"]
 
 
 # -- ranks that share the parameters -----------------------------------------------------------------------------
@@ -581,7 +588,10 @@ def test_a_batch_that_does_not_fit_the_model(kind_of_model, capsys: pytest.Captu
 # -- what is said while it works -----------------------------------------------------------------------------------
 
 
-def test_whoever_waits_is_told_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_is_told_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, forget_traces: Callable[[], None]
+) -> None:
+    forget_traces()
     monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.0)
     say = waiting.Waiting.say
 
