@@ -27,10 +27,10 @@ from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Link
 from tests.support import zoo
+from tests.support.grid import one_of
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
-NUM_BUDGETS = 2
 MIN_BYTES = 4096
 # Of the tiny steps below, the first link carries a good part in time and the second next to nothing.
 LINKS = (
@@ -142,8 +142,9 @@ def restore(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_budgets", one_of(2, [1, 2]))
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_random_budgets_are_kept(name: str) -> None:
+def test_random_budgets_are_kept(name: str, num_budgets: int) -> None:
     subject = SUBJECTS[name]
     torch.manual_seed(3)
     model = subject.make().train()
@@ -157,13 +158,13 @@ def test_random_budgets_are_kept(name: str) -> None:
         problem = problem_of(profile, load_memory({"budget": 1, "min_bytes": MIN_BYTES}))
         floor_bytes, plain_bytes = floor(problem.step)[0], int(plain_curve(problem.step).max())
         assert floor_bytes < plain_bytes
-        for index in range(NUM_BUDGETS):
+        for index in range(num_budgets):
             budget = draw.randint(floor_bytes, plain_bytes)
             plan = plan_profile(
                 profile, load_memory({"budget": budget, "min_bytes": MIN_BYTES}), link=link, time_limit_seconds=0.2
             )
             assert plan.predicted is not None
-            # Each link with both engines, and each of the two budgets.
+            # Each link with an engine of its own; of two budgets, with both.
             engine = "host" if (number + index) % 2 else virtual(index)
             restore(model, start)
             peak_bytes, result = run_plan(subject, model, plan, engine, start)

@@ -119,7 +119,6 @@ def observe(
                 how: Any = {"needs_scalar": needs_scalar, "accumulates": accumulates, "ends": ends.tensors}
                 return record_step(model, given, recorder, loss, **how), recorder.watch.batch
         finally:
-            recorder.watch.leaves.clear()
             recorder.state.about_to_write = None  # else the recorder, a cycle, would hold the batch until a collection
             stash.close()
 

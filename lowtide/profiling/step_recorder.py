@@ -98,6 +98,7 @@ class StepRecorder(Recorder):
             with calls_wrapped(compiled, functools.partial(run_compiled, watch)):
                 yield
         finally:
+            watch.leaves.clear()  # else the recorder, a cycle, would hold them until a collection
             for hook in hooks:
                 hook.remove()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,11 @@ def test_json_is_one_document_with_everything(capsys: pytest.CaptureFixture[str]
     assert found["hidden"] == []
 
 
-def test_the_same_command_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_gives_the_same_answer(
+    capsys: pytest.CaptureFixture[str], forget_traces: Callable[[], None]
+) -> None:
     before = document(capsys, "--budget", "1.2MiB")
+    forget_traces()
     assert plan("--json", "--budget", "1.2MiB") == 0
     assert json.loads(capsys.readouterr().out) == before
 
@@ -174,7 +178,8 @@ def test_the_command_line_says_where_the_state_may_be(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("example", "name", "least"), [("llama_8b", "h200", 0.16), ("deepseek_v3_slice", "h100", 0.25)]
+    ("example", "name", "least"),
+    [pytest.param("llama_8b", "h200", 0.16, marks=pytest.mark.extended), ("deepseek_v3_slice", "h100", 0.25)],
 )
 def test_what_the_examples_save(example: str, name: str, least: float) -> None:
     """With everything else kept: the peak by this share, and the floor by what can move, but for three buckets."""
@@ -246,7 +251,7 @@ def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
     assert len(found["plan"]["layers"]) == 61
     weights = {line["what"]: line["plain_bytes"] for line in found["plan"]["account"]}["weights"]
     assert weights == pytest.approx(2 * 671e9, rel=0.005)
-    assert found["plan"]["predicted"]["peak_bytes"] <= 5001 << 30
+    assert found["plan"]["predicted"]["peak_bytes"] <= found["plan"]["budget_bytes"]
 
 
 # -- ranks that share the parameters -----------------------------------------------------------------------------
@@ -557,7 +562,10 @@ def test_a_batch_that_does_not_fit_the_model(kind_of_model, capsys: pytest.Captu
 # -- what is said while it works -----------------------------------------------------------------------------------
 
 
-def test_whoever_waits_is_told_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_is_told_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, forget_traces: Callable[[], None]
+) -> None:
+    forget_traces()
     monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.0)
     say = waiting.Waiting.say
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.grid import one_of
+
 ROOT = Path(__file__).parents[2]
 DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "history"]
 PAGES = [
@@ -92,35 +94,49 @@ def test_the_python_of_short_pages_runs(page: str, capsys: pytest.CaptureFixture
     assert all("of the plain step" in line for line in printed) and len(printed) == 3 * (page == "budget.md")
 
 
+def commands_of_the_readme() -> list[list[str]]:
+    return [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Planning runs; that `train` and `report` do, on such a file, tests/report/test_run_folder.py shows."""
     from lowtide.cli.main import main
     from lowtide.cli.run_file import load_run
 
-    commands = [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
+    commands = commands_of_the_readme()
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {words[1] for words in commands if words and words[0] == "make"} <= set(targets)
-    *asked, plan, report = [words[1:] for words in commands if words and words[0] == "lowtide"]
+    *_, plan, report = [words[1:] for words in commands if words and words[0] == "lowtide"]
     (train,) = [words[2:] for words in commands if words[:2] == ["python", "-m"]]
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    still = types.SimpleNamespace(perf_counter=lambda: 0.0)  # no clock ends a search, on whatever machine
-    for module in ("solve", "local_search"):
-        monkeypatch.setattr(f"lowtide.planner.{module}.time", still)
-    for command in asked:  # each figure of the table is one that it prints
-        capsys.readouterr()
-        assert main(command) == 0
-        for row in capsys.readouterr().out.splitlines()[4:8]:
-            peak, step = re.search(r"([\d.]+ GiB) +([\d.]+ m?s)", row).groups()  # type: ignore[union-attr]
-            seconds = float(step.split()[0]) / (1000 if step.endswith("ms") else 1)
-            (line,) = [line for line in text.splitlines() if line.startswith(f"| {row.partition('  ')[0]}")]
-            written = {peak: float(found) for peak, found in re.findall(r"([\d.]+ GiB)[^|]*\| ([\d.]+) s", line)}
-            assert written[peak] == pytest.approx(seconds, rel=0.05 if row.startswith("lowtide") else 0.006), row
     assert main(plan) == 0
     run = load_run(train[1])
     assert (train[0], report[0], Path(report[1])) == ("examples.train", "report", run.output_dir)
     assert run.memory is not None and run.memory.has_budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", one_of(2, range(2)))
+def test_each_figure_of_the_readme_is_one_that_its_command_prints(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lowtide.cli.main import main
+
+    monkeypatch.chdir(ROOT)
+    asked = [words[1:] for words in commands_of_the_readme() if words[:3] == ["lowtide", "plan", "--model"]]
+    assert len(asked) == 2
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    still = types.SimpleNamespace(perf_counter=lambda: 0.0)  # no clock ends a search, on whatever machine
+    for module in ("solve", "local_search"):
+        monkeypatch.setattr(f"lowtide.planner.{module}.time", still)
+    assert main(asked[number]) == 0
+    for row in capsys.readouterr().out.splitlines()[4:8]:
+        peak, step = re.search(r"([\d.]+ GiB) +([\d.]+ m?s)", row).groups()  # type: ignore[union-attr]
+        seconds = float(step.split()[0]) / (1000 if step.endswith("ms") else 1)
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {row.partition('  ')[0]}")]
+        written = {peak: float(found) for peak, found in re.findall(r"([\d.]+ GiB)[^|]*\| ([\d.]+) s", line)}
+        assert written[peak] == pytest.approx(seconds, rel=0.05 if row.startswith("lowtide") else 0.006), row
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -25,6 +25,7 @@ from tests.mindformers.pipeline_rank import (
 )
 from tests.mindformers.test_follow import PARTS, drawn
 from tests.support import two_ranks
+from tests.support.grid import one_of
 from tests.support.virtual_engine import virtual
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,7 @@ def test_layers_under_the_numbers_of_the_whole_model(tmp_path: Path, monkeypatch
         tide.remove()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", one_of(3, range(6)))
 def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
     config = drawn(seed)
     shift = [index + HALF for index in range(HALF)]  # `drawn` speaks of four layers; here the other four do the same
@@ -184,10 +185,12 @@ def test_another_split_than_the_file_says_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_and_the_schedules_of_torch(tmp_path: Path) -> None:
-    runs = two_ranks.run("tests.mindformers.pipeline_rank", [("all_schedules", {})], tmp_path)[0]
+@pytest.mark.parametrize("is_more", one_of(2, [False, True]))
+def test_two_ranks_and_the_schedules_of_torch(is_more: bool, tmp_path: Path) -> None:
+    jobs: list[two_ranks.Job] = [("all_schedules", {"is_more": is_more})]
+    runs = two_ranks.run("tests.mindformers.pipeline_rank", jobs, tmp_path)[0]
     for rank, of_rank in enumerate(runs):
-        assert len(of_rank) == 13
+        assert len(of_rank) == (13 if is_more else 7)
         for name, run in of_rank.items():
             assert run["compared"] > 70, name
             assert run["different"] == 0, name

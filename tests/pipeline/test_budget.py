@@ -28,8 +28,6 @@ LARGE = {"inner": 1024, "num_micro_batches": 2}
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
     jobs: dict[str, two_ranks.Job] = {
-        "1f1b": ("budgets", {"name": "1f1b", "shares": SHARES}),
-        "dualpipev": ("budgets", {"name": "dualpipev", "shares": SHARES}),
         "held": ("budgets", {"name": "1f1b", "shares": SHARES, "holds": True}),
         "casts": ("budgets", {"name": "1f1b", "shares": SHARES, "about": CASTS}),
         "recompute": ("budgets", {"name": "zb_v", "shares": [0.3], "swap": "none"}),
@@ -49,7 +47,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
     return dict(zip(jobs, given, strict=True))
 
 
-@pytest.mark.parametrize("job", ["1f1b", "held", "dualpipev", "casts", "recompute", "turns", "shared", "state"])
+@pytest.mark.parametrize("job", ["held", "casts", "recompute", "turns", "shared", "state"])
 def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
     answers: dict[str, tuple[Any, ...]], job: str
 ) -> None:
@@ -90,7 +88,7 @@ def test_so_is_what_it_needs_where_layers_run_again(answers: dict[str, tuple[Any
 
 
 def test_every_rank_hears_of_all_plans(answers: dict[str, tuple[Any, ...]]) -> None:
-    first, second = (answer["rows"][0]["summaries"] for answer in answers["dualpipev"])
+    first, second = (answer["rows"][0]["summaries"] for answer in answers["turns"])
     assert first == second
     assert [text.partition(": plan")[0] for text in first] == [
         "lowtide: rank 0, stage 0",
@@ -101,7 +99,7 @@ def test_every_rank_hears_of_all_plans(answers: dict[str, tuple[Any, ...]]) -> N
 
 
 def test_a_budget_that_is_too_small_is_refused_on_all_ranks_with_one_text(answers: dict[str, tuple[Any, ...]]) -> None:
-    first, second = (answer["text"] for answer in answers["1f1b"])
+    first, second = (answer["text"] for answer in answers["held"])
     assert first == second
     assert first.startswith(
         "pipeline: rank 0: no plan fits the budget of 0.001 MiB: of the micro-batches stage 0 has 2 in flight, of "

@@ -32,8 +32,8 @@ def _plans(case: zoo.Case) -> dict[str, dict]:
 
 
 def _is_more(number: int, case: zoo.Case, kind: str) -> bool:
-    """Of many mixed plans every other one, in turn; the rest is `make test-extended`'s."""
-    is_many = kind.startswith("mixed") and len(case.mixed_plans) > 2
+    """Of several mixed plans every other one, in turn; the rest is `make test-extended`'s."""
+    is_many = kind.startswith("mixed") and len(case.mixed_plans) > 1
     return is_many and (int(kind.removeprefix("mixed")) + number) % 2 == 1
 
 

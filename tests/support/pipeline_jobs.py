@@ -430,15 +430,17 @@ def fully_sharded(rank: int, names: list[str]) -> list[str]:
     mesh = DeviceMesh.from_group([dist.new_group(pair) for pair in ([0, 1], [2, 3])][place], "cpu")
     tokens = [staged_models.batches(replica) for replica in range(2)]
     different = []
-    for name, reshards in itertools.product(names, (True, False)):
+    gradients, losses = [], []
+    for replica in range(2):
+        model = Stage(staged_models.pieces())
+        losses.append([staged_models.loss_of(model(x), x) for x in tokens[replica]])
+        for loss in losses[-1]:
+            loss.backward()
+        gradients.append([[p.grad for p in layer.parameters()] for layer in model.layers])
+    # Whether weights stay gathered is FSDP2's, so each schedule has one of the two, and the last one both.
+    each = [(name, number % 2 == 0) for number, name in enumerate([*names, names[-1]])]
+    for name, reshards in each:
         schedule = make_schedule(name, num_ranks=2, num_micro_batches=MANY)
-        gradients, losses = [], []
-        for replica in range(2):
-            model = Stage(staged_models.pieces())
-            losses.append([staged_models.loss_of(model(x), x) for x in tokens[replica]])
-            for loss in losses[-1]:
-                loss.backward()
-            gradients.append([[p.grad for p in layer.parameters()] for layer in model.layers])
         every = staged_models.cut(staged_models.pieces(), schedule.num_stages)
         stages = {number: every[number] for number in schedule.stages_of(place)}
         for stage in stages.values():

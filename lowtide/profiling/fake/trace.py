@@ -345,8 +345,6 @@ def _trace(
             if isinstance(error.__cause__, _LOOKS_AT_VALUES):
                 raise _depends_on_data(recorder, error.__cause__) from error
             raise
-        finally:
-            recorder.watch.leaves.clear()  # else the recorder, a cycle, would hold them until a collection
     nodes, recipes = with_recipes(recorded)
     return expand(recorded, nodes, recipes.alone, setting.runs), recorder.watch.batch
 

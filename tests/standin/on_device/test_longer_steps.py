@@ -13,9 +13,11 @@ import lowtide
 from lowtide.core.log import Listener
 from tests.standin import budgets, device
 from tests.standin.budgets import HERE, Prices
+from tests.support.grid import in_turn
 from tests.test_longer_steps import LOOPS, Loop, assert_plain_bits, budget_of
 
 OFTEN = ("layers_twice", "attention_low", "recompute_only", "joint_passes", "skipped_layers")
+POLICIES = ("late", 1)
 SLACK = 1 << 20
 """The allocator's grain, and what it keeps beside tensors."""
 
@@ -51,9 +53,17 @@ class OnDevice:
 
 @pytest.mark.filterwarnings("error:lowtide. no plan:UserWarning")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.extended]) for name in LOOPS]
+    ("name", "policy"),
+    [
+        *in_turn(2, OFTEN, POLICIES),
+        *(
+            pytest.param(name, policy, marks=pytest.mark.extended)
+            for name in LOOPS
+            for policy in POLICIES
+            if name not in OFTEN
+        ),
+    ],
 )
-@pytest.mark.parametrize("policy", ["late", 1])
 def test_the_budget_holds_in_every_step(name: str, policy: str | int) -> None:
     loop, budget_bytes = LOOPS[name], budget_of(name) + SLACK
     device.play(policy, 0.5)
