@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 60_782,
+    "lines": 60_785,
     "files": 263,
     "classes": 562,
     "files that one other file imports": 43,
