@@ -64,10 +64,10 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 60_169,
+    "lines": 60_485,
     "files": 261,
-    "classes": 552,
-    "files that one other file imports": 43,
+    "classes": 553,
+    "files that one other file imports": 42,
     "classes with more than 15 attributes": 25,
     "class names that several classes have": 15,
     "parameters of a constructor": 9,

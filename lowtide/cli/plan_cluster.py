@@ -118,6 +118,8 @@ def _optimizer(memory: MemoryConfig, asked: str | None) -> Literal["keep", "swap
     """Where its state is; which optimizer it is, is not asked."""
     if asked not in (None, "keep", "swap", "auto"):
         raise ConfigError(f"--optimizer: {asked} is for a plan for one device; write keep, swap or auto")
+    if memory.optimizer == "in_backward":
+        raise ConfigError(f"{memory.locations.of('optimizer')}: in_backward is for one rank; write keep, swap or auto")
     return asked or memory.optimizer or "keep"  # type: ignore[return-value]
 
 

@@ -99,6 +99,10 @@ def rank_of(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> Ra
 
     config = settings.parallel
     assert config is not None
+    if settings.memory is not None and settings.memory.optimizer == "in_backward":
+        raise ConfigError(
+            "memory.optimizer: in_backward is for one rank; beside 'parallel.shard' write optimizer: auto"
+        )
     if config.data is None:
         raise ConfigError(
             f"{config.place_of('shard')}: 'parallel.shard' is planned for a number of ranks; write e.g. data: 8"

@@ -115,7 +115,7 @@ def swap_optimizer(
     tiers = tiers_from(chosen, tier)
     store = StateStore(found, chosen, device, tiers=tiers, bucket_bytes=size, min_bytes=least, num_buffers=num_buffers)
     store.weights = weights
-    store.keep(first_ones(found, share or 0.0, least))
+    store.keep(first_ones(found, share or 0.0, least, largest_first=overlap == "in_backward"))
     handle = OptimizerSwap(store, overlap=overlap, closes_engine=chosen is not engine)
     if share is None:
         handle.choose_residency(memory or functools.partial(device_memory, device, own_bytes=0))
@@ -256,7 +256,8 @@ class OptimizerSwap:
         self._stepper.refuse_torn("keep_no_more_than")
         store = self._store
         self.flush()
-        store.keep(first_ones(self.optimizer, share, store.min_bytes) & store.asked_to_stay)
+        chosen = first_ones(self.optimizer, share, store.min_bytes, largest_first=self._in_backward is not None)
+        store.keep(chosen & store.asked_to_stay)
         self._adopt_all()
 
     def __enter__(self) -> OptimizerSwap:
