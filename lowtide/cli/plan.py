@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _MAX_CURVE_POINTS = 1024
 _MOST_PROFILE_BYTES = 256 * MIB
 _PLACES = ("keep", "swap", "auto")
+_STATE_PLACES = (*_PLACES, "in_backward")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-budget", metavar="SIZE", help="bytes for swapped activations, instead of the file's")
     parser.add_argument(
         "--optimizer",
-        choices=(*_PLACES, *get_args(OptimizerKind)),
+        choices=(*_STATE_PLACES, *get_args(OptimizerKind)),
         help="where its state is between steps; or, with --model, which one it is (adamw)",
     )
     text = "with --model: auto prices a step whose weights are elsewhere until their turn"
@@ -151,7 +152,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _kind(args: argparse.Namespace) -> OptimizerKind:
-    return "adamw" if args.optimizer in (None, *_PLACES) else args.optimizer
+    return "adamw" if args.optimizer in (None, *_STATE_PLACES) else args.optimizer
 
 
 def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
@@ -349,7 +350,7 @@ def memory_with(settings: RunConfig, path: str | os.PathLike[str], args: argpars
         for key, text, parse in (("budget", args.budget, parse_budget), ("host_budget", args.host_budget, parse_bytes))
         if text is not None
     }
-    if args.optimizer in _PLACES:
+    if args.optimizer in _STATE_PLACES:
         changes["optimizer"] = args.optimizer
     elif args.optimizer is not None and args.model is None:
         raise ConfigError(f"--optimizer: {args.optimizer} goes with --model; in a run file write it as train.optimizer")

@@ -131,6 +131,8 @@ def _optimizer(memory: MemoryConfig, asked: str | None) -> Literal["keep", "swap
     """Where its state is; which optimizer it is, is not asked."""
     if asked not in (None, "keep", "swap", "auto"):
         raise ConfigError(f"--optimizer: {asked} is for a plan for one device; write keep, swap or auto")
+    if memory.optimizer == "in_backward":
+        raise ConfigError(f"{memory.locations.of('optimizer')}: in_backward is for one rank; write keep, swap or auto")
     return asked or memory.optimizer or "keep"  # type: ignore[return-value]
 
 
@@ -247,6 +249,10 @@ def sharded_rank(settings: RunConfig, args: argparse.Namespace, whole: Profile) 
 
     config = settings.parallel
     assert config is not None
+    if settings.memory is not None and settings.memory.optimizer == "in_backward":
+        raise ConfigError(
+            "memory.optimizer: in_backward is for one rank; beside 'parallel.shard' write optimizer: auto"
+        )
     if config.data is None:
         raise ConfigError(
             f"{config.place_of('shard')}: 'parallel.shard' is planned for a number of ranks; write e.g. data: 8"

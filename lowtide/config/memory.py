@@ -16,7 +16,7 @@
       loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit;
                                                # or {rows: 16384}: head and loss in blocks of so many rows
       mlp: {rows: 16384}                       # MLPs in blocks of so many rows
-      optimizer: auto                          # keep | swap | auto: where the optimizer's state is between steps
+      optimizer: auto                          # keep | swap | auto | in_backward: where its state is between steps
 
 Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
 budget, `recompute` and `swap` are `auto` unless written otherwise, and rules are limits for the solver.
@@ -41,7 +41,10 @@ from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.units import KIB, MIB
 
-_ELSEWHERE = OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it")
+_ELSEWHERE: dict[str, OptimizerPlacement] = {
+    "swap": OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it"),
+    "in_backward": OptimizerPlacement(moved_bytes=None, overlap="in_backward", reason="memory.optimizer asks for it"),
+}
 _RUN_SECTIONS = {"model", "data", "train", "parallel", "pipeline"}
 """Sections that stand beside `memory` in a run file."""
 
@@ -95,8 +98,10 @@ class MemoryConfig:
     """Absent: auto with a budget, none without."""
     keep: tuple[str, ...] = ()
     """Patterns that are kept whatever `recompute` and `swap` say."""
-    optimizer: Literal["keep", "swap", "auto"] = "keep"
-    """swap: the state is on the next tier between steps. auto: as far as a budget asks for it and time allows it."""
+    optimizer: Literal["keep", "swap", "auto", "in_backward"] = "keep"
+    """swap: the state is on the next tier between steps. auto: as far as a budget asks for it and time allows it.
+    in_backward: as swap, and it travels while backward runs, where each parameter is updated as soon as its gradient is
+    there, and the gradient freed. For one backward pass a step and no clipping over all parameters."""
     loss: Literal["auto", "sliced", "plain"] | BlocksOfRows | None = None
     """sliced: the row-wise part of the loss in slices of rows, with the same bits. auto: where the model's loss is one
     that lowtide knows. Absent: auto with a budget, plain without. `rows`: head and loss in blocks of so many rows, so
@@ -259,5 +264,5 @@ def plan_from_rules(config: MemoryConfig, layers: Sequence[str]) -> Plan:
         disk_budget_bytes=config.disk_budget,
         disk_path=None if config.disk_path is None else str(config.disk_path),
         check=config.check,
-        optimizer=_ELSEWHERE if config.optimizer == "swap" else None,
+        optimizer=_ELSEWHERE.get(config.optimizer),
     )

@@ -99,10 +99,12 @@ class OptimizerPlacement:
             f"{self.reason}"
         ]
         ways = []
-        if self.beside_bytes:
+        if self.overlap == "in_backward":
+            ways.append("it comes and leaves while backward runs, where its parameters are updated")
+        elif self.beside_bytes:
             ways.append(f"{format_bytes(self.beside_bytes)} come back while backward runs, leave in the next forward")
         streamed_bytes = self.moved_bytes - self.beside_bytes
-        if streamed_bytes:
+        if streamed_bytes and self.overlap != "in_backward":
             ways.append(f"{format_bytes(streamed_bytes)} come and go while the optimizer steps")
         bucket = "" if self.bucket_bytes is None else f", in buckets of {format_bytes(self.bucket_bytes)}"
         lines.append(f"  {'; '.join(ways)}{bucket}")

@@ -31,6 +31,7 @@ This way must be asked for: it is for training in which each step has one backwa
 or changes hyper-parameters between the two: no accumulation, no clipping by a norm over all, no `GradScaler`. A second
 backward pass before the step raises RuntimeError. Several ranks are refused: gradients of others are not there yet when
 a parameter's own is.
+Buckets are fetched ahead in the order of the step before, as many as there are places for.
 Which gradients a bucket waits for is known from the step before, and a gradient that was kept (`set_to_none=False`)
 does not count as one of this pass; what a step does not use is stepped with zeros then, as in plain training. State
 that somebody has replaced since the pass began waits for `step()`. Gradients that were used are None afterwards.
@@ -209,6 +210,8 @@ class _StepSoFar:
     stepped: set[torch.Tensor] = field(default_factory=set)
     order: list[StateBucket] = field(default_factory=list)
     """Buckets in the order in which they stepped."""
+    following: int = 0
+    """Places of the step before whose buckets have had their turn."""
     left: dict[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """Gradients that were there when a backward pass ended, and their versions."""
     there: dict[torch.Tensor, int] = field(default_factory=dict)
@@ -230,8 +233,8 @@ class InBackward:
         """Parameters without a bucket whose gradient came, in that order, less than a bucket of them."""
         self._loose_bytes = 0
         """Bytes of the state of `_loose`."""
-        self._last_order: list[StateBucket] = []
-        """Buckets in the order in which they stepped in the step before."""
+        self._last_order: dict[StateBucket, int] = {}
+        """Buckets in the order in which they stepped in the step before, and their places in it."""
         self._had_gradient: set[torch.Tensor] = set()
         """Parameters, in the step before."""
         self._arrived: set[torch.Tensor] = set()
@@ -359,6 +362,9 @@ class InBackward:
         run.todo.append(len(run.parts) - 1)
         step.stepped.update(parameters)
         self._freed.update(parameters)
+        transfers = self._stepper.transfers
+        if any(id(chunk) not in run.arrivals for chunk in part.chunks()) and not transfers.has_room():
+            self._stepper.give_up(run)  # another order than in the step before
         self._stepper.advance(run, [len(run.parts) - 1])
         for parameter in parameters:
             parameter.grad = None
@@ -367,13 +373,20 @@ class InBackward:
         bucket_of = self._stepper.store.bucket_of
         buckets = dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of)
         step.order += buckets
-        for bucket in buckets:
-            self._fetch_next(run, bucket)
+        step.following = max([step.following, *(self._last_order.get(bucket, -1) + 1 for bucket in buckets)])
+        self._fetch_following(run, has_stepped=bool(buckets))
 
-    def _fetch_next(self, run: StepRun, bucket: StateBucket) -> None:
-        following = self._last_order.index(bucket) + 1 if bucket in self._last_order else len(self._last_order)
-        if following < len(self._last_order) and self._last_order[following] in self._stepper.store.buckets:
-            self._stepper.fetch_ahead(run, self._last_order[following].chunks[0])
+    def _fetch_following(self, run: StepRun, *, has_stepped: bool) -> None:
+        """Fetch what stepped next in the step before, as far as there are places; where a bucket has just left its
+        place, one in any case."""
+        stepper, step = self._stepper, self._step
+        ahead = (chunk for bucket in tuple(self._last_order)[step.following :] for chunk in bucket.chunks)
+        for number, chunk in enumerate(ahead):
+            if chunk.bucket not in stepper.store.buckets or not (
+                (number == 0 and has_stepped) or stepper.transfers.has_room()
+            ):
+                break
+            stepper.fetch_ahead(run, chunk)
 
     # -- when the optimizer steps --------------------------------------------------------------------------------------
 
@@ -403,7 +416,7 @@ class InBackward:
         with_gradient = {p for p in parameters_of(self._stepper.optimizer) if p.grad is not None}
         self._had_gradient = with_gradient | done.stepped
         self._stayed = with_gradient
-        self._last_order = done.order
+        self._last_order = {bucket: place for place, bucket in enumerate(done.order)}
         self._forget_arrivals()
         return done.run
 

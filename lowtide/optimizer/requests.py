@@ -206,12 +206,19 @@ def tiers_from(engine: Engine, tier: str) -> tuple[str, ...]:
     return engine.tiers[engine.tiers.index(tier) :]
 
 
-def first_ones(optimizer: torch.optim.Optimizer, share: float, min_bytes: int) -> set[torch.Tensor]:
-    """Parameters that have at most this share of the bytes of all, first ones first; of those whose state can move."""
+_ROUNDING = 1 + 1e-9
+"""Of a share that stands for whole parameters."""
+
+
+def first_ones(
+    optimizer: torch.optim.Optimizer, share: float, min_bytes: int, *, largest_first: bool = False
+) -> set[torch.Tensor]:
+    """Parameters that have at most this share of the bytes of all, first ones first, or largest; of those whose state
+    can move."""
     sizes = {p: inside(p.detach()).nbytes for p in parameters_of(optimizer)}
-    left = share * sum(size for size in sizes.values() if size >= min_bytes)
+    left = share * sum(size for size in sizes.values() if size >= min_bytes) * _ROUNDING
     chosen = set()
-    for parameter, size in sizes.items():
+    for parameter, size in sorted(sizes.items(), key=lambda pair: -pair[1]) if largest_first else sizes.items():
         if min_bytes <= size <= left:
             left -= size
             chosen.add(parameter)

@@ -118,7 +118,7 @@ def swap_optimizer(
         in_place=tier == "mapped",
     )
     store.weights = weights
-    store.keep(first_ones(found, share, least))
+    store.keep(first_ones(found, share, least, largest_first=overlap == "in_backward"))
     if store.transfers.in_place and overlap == "auto":
         overlap = "step"
     return OptimizerSwap(store, overlap=overlap, closes_engine=chosen is not engine)
@@ -251,7 +251,8 @@ class OptimizerSwap:
         self._stepper.refuse_torn("keep_no_more_than")
         store = self._store
         self.flush()
-        store.keep(first_ones(self.optimizer, share, store.min_bytes) & store.asked_to_stay)
+        chosen = first_ones(self.optimizer, share, store.min_bytes, largest_first=self._in_backward is not None)
+        store.keep(chosen & store.asked_to_stay)
         self._adopt_all()
 
     def __enter__(self) -> OptimizerSwap:

@@ -89,6 +89,12 @@ class Transfers:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return buffer
 
+    def has_room(self) -> bool:
+        """Whether one more bucket can be fetched without waiting for one that leaves."""
+        while self._leaving and self.engine.query(self._leaving[0][2][-1]):
+            self._retire()
+        return self._num_held < self.num_buffers
+
     def _allocate(self, nbytes: int) -> torch.UntypedStorage:
         try:
             return self.engine.new_buffer(nbytes, self.device)

@@ -112,7 +112,8 @@ def fit_stages(
             between = max(between, averaging_bytes(list(own.parameters())))
         state = _state_of(pipeline, own, (inputs, targets), optimizer, device)
         if config.optimizer == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
-            refuse_without_effect(state, None)  # of the ranks of a pipeline some may have nothing
+            # Of the ranks of a pipeline some may have nothing.
+            refuse_without_effect(state, MemoryConfig(optimizer="swap"))
         task = RankTask(
             chunks={stage: _by_rules(chunk, config) for stage, chunk in seen.items()},
             moments=_moments_of(pipeline),
@@ -233,6 +234,11 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
 
 def _with_state_that_can_move(config: MemoryConfig, placed: PlacedState) -> MemoryConfig:
     """`auto` is `keep` where the optimizer's state cannot move. Raises ConfigError where it was told to."""
+    if config.optimizer == "in_backward":
+        raise ConfigError(
+            "memory.optimizer: in_backward is for one backward pass a step, and a pipeline has one for each "
+            "micro-batch; write optimizer: auto"
+        )
     if config.optimizer == "swap":
         placed.check(OptimizerPlacement(moved_bytes=None, reason="memory.optimizer asks for it"))
     if config.optimizer == "auto" and placed.why_not():

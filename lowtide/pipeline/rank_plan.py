@@ -420,7 +420,7 @@ def plan_rank_with_state(task: RankTask) -> RankPlan:
     if wanted == "keep":
         return plan_rank(kept)
     if wanted == "swap" and state.optimizer_movable:
-        refuse_without_effect(state, task.config.host_budget)
+        refuse_without_effect(state, dataclasses.replace(config, optimizer="swap"))
     shares = shares_of(task.state, task.link, task.config.host_budget, may_stay=True)
     if shares is None:
         return plan_rank(kept)

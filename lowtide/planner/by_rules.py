@@ -16,6 +16,7 @@ from lowtide.core.rules import Rule, Rules
 from lowtide.planner.problem import Problem, fitting_min_bytes, make_problem, may_be_smaller
 from lowtide.planner.rerun_layers import can_rerun, run_again
 from lowtide.planner.smaller import form_of, is_form
+from lowtide.planner.state_items import StateShares
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 
 if TYPE_CHECKING:
@@ -51,18 +52,24 @@ def problem_of(
     layers: tuple[str, ...] | None = None,
     why_not_free: str = NO_OTHER,
     layer_seconds: float = 0.0,
+    shares: StateShares | None = None,
 ) -> Problem:
     """The problem that the rules of `config` leave to the solver. `layers` run again; None: those that rules name.
-    `why_not_free`: what is said of sites that may not have every fate. `layer_seconds`: see `HostCosts`."""
+    `why_not_free`: what is said of sites that may not have every fate. `layer_seconds`: see `HostCosts`. `shares` of
+    the optimizer's state are its last items."""
     if layers is None:
         layers = layers_by_rule(profile, config)
-    step = run_again(profile, layers, more_seconds=layer_seconds)
+    whole = step = run_again(profile, layers, more_seconds=layer_seconds)
+    if shares is not None:
+        step = shares.here(step, has_gradients=has_gradients)
+        has_gradients &= not shares.frees_gradients
     rules = _left_rules(config, layers)
     names = {node.name for node in step.nodes if rules.decide(node.name).rule is None}
     least = min_bytes_of(profile, config)
     step = may_be_smaller(step, names, least, has_recipes=config.recomputes_freely)
     allowed = _allowed(step, config, rules, why_not_free)
-    return make_problem(step, allowed=allowed, min_bytes=least, has_gradients=has_gradients)
+    problem = make_problem(step, allowed=allowed, min_bytes=least, has_gradients=has_gradients)
+    return problem if shares is None else shares.added_to(problem, whole)
 
 
 def min_bytes_of(profile: Profile, config: MemoryConfig) -> int:

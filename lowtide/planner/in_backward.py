@@ -10,60 +10,63 @@ then. A bucket is closed by the gradient that does not fit into it, and is gone 
 gradient stands for as many bytes of state. From the first gradient on the device holds three buckets of state, and what
 the optimizer needs beside one of them.
 
+With `memory.optimizer: in_backward` a plan is made of it. Each bucket is an item of the step that visits the device
+(`Item.visit_bytes`): needed where its last gradient is there, and fetched once one of `NUM_PLACES` places is free, on
+the lane of activations. So both share one link and one budget. Eight places, since gradients come in bursts: with three
+compute waits for every layer's MLP. The state of a parameter that fills all places (a vocabulary) may stay: it is
+needed at once, at the beginning of backward or after its end. All plans of an `optimize` are made so.
+
 Cost: linear in operators. Not covered: gradients that accumulate over micro-batches, and clipping, which both forbid
-it; parameters whose gradients come in another order than the buckets were made in; compute that waits for copies
-(benchmarks/optimizer_modes.py plays them).
+it; parameters whose gradients come in another order than the buckets were made in.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from lowtide.core.decisions import AccountLine
+from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, StateBytes
+from lowtide.errors import ConfigError
 from lowtide.planner.by_rules import problem_of
-from lowtide.planner.memory_breakdown import memory_breakdown
+from lowtide.planner.memory_breakdown import OPTIMIZER, TEMPORARIES, memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE, quick_floor
-from lowtide.planner.place_state import NUM_SLOTS, bucket_size, bucket_temporaries
+from lowtide.planner.place_state import NUM_SLOTS, bucket_size, bucket_temporaries, refuse_without_effect
 from lowtide.planner.problem import Problem
+from lowtide.planner.state_items import NAME, StateShares
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
-from lowtide.timeline.step import Link
+from lowtide.timeline.step import Item, Link
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
+
+NUM_PLACES = 8
+"""For buckets on the device, in a plan: gradients come in bursts, and the link works on meanwhile."""
+_LEAST_BUCKETS = 4 * NUM_PLACES
+"""Of the state, in a plan."""
 
 
 def account_in_backward(profile: Profile, config: MemoryConfig, link: Link) -> tuple[AccountLine, ...]:
     """Bytes at the worst moment with everything kept, and (planned) of the least that can be reached under the rules of
     `config`; empty where the host cannot take what they swap. The optimizer has state that can move."""
-    problem = problem_of(with_updates_in_backward(profile, link), config)
+    updates = _in_three_places(profile, link)
+    problem = problem_of(updates.here(profile), config)
     arrays = StepArrays.of(problem.step)
     needed_bytes, fates, _ = quick_floor(arrays, config.host_budget)
     if needed_bytes >= UNREACHABLE:
         return ()
-    curves = plain_curve(problem.step), floor_curve(arrays, Lifetimes.of(arrays, fates))
-    account = memory_breakdown(problem, curves[0].tolist(), curves[1].tolist())
-    # Buckets are the optimizer's state, and no temporaries.
-    plain_slots, least_slots = (_slots_at(problem, profile, link, int(curve.argmax())) for curve in curves)
-    signs = {"optimizer state": 1, "head, loss, temporaries": -1}
-    return tuple(
-        dataclasses.replace(
-            line,
-            plain_bytes=line.plain_bytes + signs.get(line.what, 0) * plain_slots,
-            planned_bytes=line.planned_bytes + signs.get(line.what, 0) * least_slots,
-        )
-        for line in account
-    )
-
-
-def _slots_at(problem: Problem, profile: Profile, link: Link, tick: int) -> int:
-    """Bytes of buckets on the device in a tick."""
-    is_last = tick >= len(problem.starts) - 1
-    is_there = is_last or problem.profile.op_gradient_bytes[problem.starts[tick + 1] - 1] > 0
-    return slot_bytes(profile.state, link) if is_there else 0
+    plain, least = plain_curve(problem.step), floor_curve(arrays, Lifetimes.of(arrays, fates))
+    both = [
+        updates.shown(memory_breakdown(problem, curve.tolist(), curve.tolist()), problem, int(curve.argmax()))
+        for curve in (plain, least)
+    ]
+    return tuple(dataclasses.replace(line, plain_bytes=kept.planned_bytes) for kept, line in zip(*both, strict=True))
 
 
 def slot_bytes(state: StateBytes, link: Link) -> int:
@@ -74,42 +77,179 @@ def slot_bytes(state: StateBytes, link: Link) -> int:
 def with_updates_in_backward(profile: Profile, link: Link) -> Profile:
     """The same step, with buckets of the state on the device from the first gradient on and none of the rest that can
     move, and with the gradients in flight alone."""
-    state = profile.state
-    bucket_bytes = bucket_size(state, link)
-    beside = bucket_temporaries(state, bucket_bytes) + slot_bytes(state, link)
-    made = np.asarray(profile.op_gradient_bytes, dtype=np.int64)
-    in_flight = gradients_in_flight(profile, bucket_bytes * state.gradients // state.optimizer_movable)
-    op_bytes = np.asarray(profile.op_bytes, dtype=np.int64) - made + in_flight + beside * (made > 0)
-    return dataclasses.replace(
-        profile,
-        op_bytes=tuple(op_bytes.tolist()),
-        op_gradient_bytes=tuple(in_flight.tolist()),
-        state=dataclasses.replace(
-            state,
-            gradients=int(in_flight[-1]),
-            optimizer=state.optimizer - state.optimizer_movable,
-            optimizer_movable=0,
-            optimizer_unit=0,
-            optimizer_temporaries=beside,
-        ),
+    return _in_three_places(profile, link).here(profile)
+
+
+def _in_three_places(profile: Profile, link: Link) -> UpdatesInBackward:
+    """As `swap_optimizer` does by itself."""
+    return UpdatesInBackward.of(profile, bucket_size(profile.state, link), NUM_SLOTS)
+
+
+def updates_allowed(
+    profile: Profile, config: MemoryConfig, link: Link, num_micro_batches: int
+) -> tuple[UpdatesInBackward, ...]:
+    """What `memory.optimizer: in_backward` asks for: with all of the state moving, and with that of large parameters
+    on the device. Raises `ConfigError` where it cannot be done."""
+    refuse_without_effect(profile.state, config)
+    if num_micro_batches > 1:
+        raise ConfigError(
+            f"memory.optimizer: in_backward is for one backward pass a step, and this step has {num_micro_batches} "
+            "micro-batches; write optimizer: auto, which fetches state under the last one's backward"
+        )
+    bucket_bytes = min(bucket_size(profile.state, link), -(-profile.state.optimizer_movable // _LEAST_BUCKETS))
+    bucket_bytes = max(bucket_bytes, profile.state.optimizer_unit, 1)
+    all_of_it = UpdatesInBackward.of(profile, bucket_bytes, NUM_PLACES)
+    return tuple(dict.fromkeys((all_of_it, all_of_it.without_large(profile))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatesInBackward(StateShares):
+    """All of an optimizer's state that can move, in buckets that come, are updated and leave while backward runs."""
+
+    frees_gradients: ClassVar[bool] = True
+
+    bytes_per_gradient_byte: float
+    """State that belongs to it."""
+    large_bytes: int | None = None
+    """The state of parameters with gradients of more bytes stays on the device."""
+
+    @classmethod
+    def of(cls, profile: Profile, bucket_bytes: int, num_places: int) -> UpdatesInBackward:
+        """All of the state moves."""
+        state = profile.state
+        return cls(
+            sizes=(state.optimizer_movable,),
+            fates=(Fate.SWAP,),
+            streamed_seconds=(0.0,),
+            bucket_bytes=bucket_bytes,
+            num_places=num_places,
+            bytes_per_gradient_byte=state.optimizer_movable / state.gradients,
+            slot_bytes=min(num_places * bucket_bytes, state.optimizer_movable),
+            temporaries=bucket_temporaries(state, bucket_bytes),
+        )
+
+    def without_large(self, profile: Profile) -> UpdatesInBackward:
+        """The same where the state of parameters stays that fills all places: compute would wait for it."""
+        large_bytes = int(self.num_places * self.bucket_bytes / self.bytes_per_gradient_byte)
+        large = sum(nbytes for nbytes in _new_gradients(profile).tolist() if nbytes > large_bytes)
+        moved_bytes = self.nbytes - round(large * self.bytes_per_gradient_byte)
+        if not large or moved_bytes <= self.slot_bytes:
+            return self
+        return dataclasses.replace(self, sizes=(moved_bytes,), large_bytes=large_bytes)
+
+    def _closed(self, profile: Profile) -> list[tuple[int, int]]:
+        """The operator at which each bucket is updated, and the bytes of its gradients."""
+        return closed_buckets(profile, int(self.bucket_bytes / self.bytes_per_gradient_byte))
+
+    def _stays(self, gradient_bytes: int) -> bool:
+        return self.large_bytes is not None and gradient_bytes > self.large_bytes
+
+    def here(self, profile: Profile, *, has_gradients: bool = False) -> Profile:
+        """The step with no more than buckets and the gradients in flight. `has_gradients`: those that the last step
+        left are there as zeros."""
+        state, beside = profile.state, self.temporaries + self.slot_bytes
+        made = np.asarray(profile.op_gradient_bytes, dtype=np.int64)
+        in_flight = _in_flight(made, self._closed(profile))
+        op_bytes = np.asarray(profile.op_bytes, dtype=np.int64) - made + in_flight + beside * (made > 0)
+        left = int(in_flight[-1])
+        return dataclasses.replace(
+            profile,
+            op_bytes=tuple(op_bytes.tolist()),
+            op_gradient_bytes=tuple(in_flight.tolist()),
+            state=dataclasses.replace(
+                state,
+                gradients=left,
+                others=state.others + left * has_gradients,
+                optimizer=state.optimizer - self.nbytes,
+                optimizer_movable=0,
+                optimizer_unit=0,
+                optimizer_temporaries=beside,
+            ),
+        )
+
+    def added_to(self, problem: Problem, profile: Profile) -> Problem:
+        """`problem` of the freed step, with a visitor for each bucket (`Item.visit_bytes`): fetched when there is a
+        place for it, needed when its own gradients are there. `profile`: the same step, with all gradients."""
+        step, starts = problem.step, problem.starts
+        last = len(starts) - 1
+        ratio = self.bytes_per_gradient_byte
+        closed = [(bisect.bisect_right(starts, op) - 1, nbytes) for op, nbytes in self._closed(profile)]
+        left = int(_new_gradients(profile).sum()) - sum(nbytes for _, nbytes in closed)
+        all_of_them = (*closed, (last, left))
+        buckets = [(need, round(ratio * nbytes)) for need, nbytes in all_of_them if not self._stays(nbytes)]
+        gradients = np.flatnonzero(_new_gradients(profile))
+        first = bisect.bisect_left(starts, gradients[0] + 1) if len(gradients) else last
+        items: list[Item] = []
+        for need, nbytes in buckets:
+            for size in _cut(nbytes, self.bucket_bytes):
+                # A place is free once what was there has left.
+                before = len(items) - self.num_places + 1
+                free = first if before < 0 else items[before].reads[0]
+                items.append(_visitor(len(items), size, need, min(free, need)))
+        return dataclasses.replace(problem, step=dataclasses.replace(step, items=(*step.items, *items)))
+
+    def shown(self, account: Sequence[AccountLine], problem: Problem, tick: int) -> tuple[AccountLine, ...]:
+        """Buckets are the optimizer's state, and no temporaries, in what is planned for a tick."""
+        is_last = tick >= len(problem.starts) - 1
+        is_there = is_last or problem.profile.op_gradient_bytes[problem.starts[tick + 1] - 1] > 0
+        more = {OPTIMIZER: self.slot_bytes * is_there, TEMPORARIES: -self.slot_bytes * is_there}
+        return tuple(
+            dataclasses.replace(line, planned_bytes=line.planned_bytes + more.get(line.what, 0)) for line in account
+        )
+
+
+def _visitor(number: int, nbytes: int, need: int, free: int) -> Item:
+    return Item(
+        name=f"{NAME} {number}",
+        nbytes=0,
+        born=0,
+        saved=0,
+        dies=0,
+        reads=(need,),
+        release=need + 1,
+        fates=(Fate.SWAP,),
+        visit_bytes=nbytes,
+        fetch_from=free,
     )
+
+
+def _cut(nbytes: int, most: int) -> list[int]:
+    """Equal parts, each of at most so many bytes."""
+    count = -(-nbytes // most)
+    return [nbytes * (part + 1) // count - nbytes * part // count for part in range(count)]
 
 
 def gradients_in_flight(profile: Profile, bucket_bytes: int) -> np.ndarray:
     """Bytes of gradients that are there at each operator, where a bucket has the state of so many bytes of them."""
-    made = np.asarray(profile.op_gradient_bytes, dtype=np.int64)
-    new = np.maximum(np.diff(made, prepend=0), 0)
-    paths = [name.rpartition(".")[0] for name in profile.op_names]
+    return _in_flight(np.asarray(profile.op_gradient_bytes, dtype=np.int64), closed_buckets(profile, bucket_bytes))
+
+
+def _in_flight(made: np.ndarray, closed: Sequence[tuple[int, int]]) -> np.ndarray:
     freed = np.zeros(len(made), dtype=np.int64)
+    for index, nbytes in closed:
+        freed[index] += nbytes
+    return made - np.cumsum(freed)
+
+
+def _new_gradients(profile: Profile) -> np.ndarray:
+    """Bytes of gradients that each operator makes."""
+    return np.maximum(np.diff(np.asarray(profile.op_gradient_bytes, dtype=np.int64), prepend=0), 0)
+
+
+def closed_buckets(profile: Profile, bucket_bytes: int) -> list[tuple[int, int]]:
+    """The operator at which each bucket has been updated, and its gradients' bytes. What is left is updated when
+    backward is over."""
+    paths = [name.rpartition(".")[0] for name in profile.op_names]
+    closed: list[tuple[int, int]] = []
     bucket = 0
     waiting: list[int] = []
-    for index, nbytes in enumerate(new.tolist()):
-        if index and paths[index] != paths[index - 1]:  # autograd adds what the module before has made
+    for index, nbytes in enumerate(_new_gradients(profile).tolist()):
+        if waiting and paths[index] != paths[index - 1]:  # autograd adds what the module before has made
             for gradient in waiting:
                 if bucket and bucket + gradient > bucket_bytes:
-                    freed[index] += bucket
+                    closed.append((index, bucket))
                     bucket = 0
                 bucket += gradient
             waiting = []
         waiting += [nbytes] * (nbytes > 0)
-    return made - np.cumsum(freed)
+    return closed

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from lowtide.core.decisions import AccountLine
 from lowtide.planner.problem import Problem, state_bytes
 
+OPTIMIZER, TEMPORARIES = "optimizer state", "head, loss, temporaries"
+
 
 def memory_breakdown(
     problem: Problem,
@@ -46,11 +48,11 @@ def _column(
     fixed = state_bytes(problem.profile, has_gradients=has_gradients) - problem.state_bytes
     return {
         "weights": state.parameters,
-        "optimizer state": state.optimizer - problem.state_bytes + there + slots,
+        OPTIMIZER: state.optimizer - problem.state_bytes + there + slots,
         "buffers and batch": state.buffers + state.inputs + state.others + state.rounding,
         "gradients": gradients,
         "activations": int(curve[tick]) - base - there,
-        "head, loss, temporaries": base - slots - fixed - (0 if has_gradients else gradients),
+        TEMPORARIES: base - slots - fixed - (0 if has_gradients else gradients),
         "peak": int(curve[tick]),
     }
 

@@ -6,13 +6,13 @@ space.py: one budget, one link), and `StatePrices` says what those of a plan cos
 - swap: all of the state that can move does; the solver only decides which shares travel beside forward and backward and
   which while the optimizer steps.
 - auto: a share may stay too. Where everything fits, it does; and a plan is never slower than the one that keeps it all.
+- in_backward: all of it that can move travels in backward, and parameters are updated there (in_backward.py).
 
 Why buckets: the step of the optimizer needs three of them and not all of the state, and its temporaries (4 bytes a
 parameter for torch's `foreach`) are one bucket's. Sizes: 3 ms of the link, 64 to 256 MiB, since the host takes up to
 0.2 ms to step one; at most an eighth of the state; at least what must be stepped at once (of a large parameter a
 stretch, if the optimizer is elementwise, and all of it otherwise).
-Cost: a play of each plan. Not covered: updates inside backward (they change what user code may do, so they are for the
-user to ask for); host memory slower than the link.
+Cost: a play of each plan. Not covered: host memory slower than the link.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def shares_allowed(
         return (None,)
     is_forced = config.optimizer == "swap"
     if is_forced:
-        refuse_without_effect(profile.state, config.host_budget)
+        refuse_without_effect(profile.state, config)
     shares = shares_of(
         profile.state, link, config.host_budget, num_micro_batches=num_micro_batches, may_stay=not is_forced
     )
@@ -146,21 +146,21 @@ def placed_fates(placement: OptimizerPlacement, state: StateBytes, shares: State
     return tuple(Fate.KEEP if end <= stay else Fate.SWAP if end <= beside else Fate.RECOMPUTE for end in ends)
 
 
-def refuse_without_effect(state: StateBytes, host_bytes: int | None) -> None:
-    """Raises `ConfigError` where `memory.optimizer: swap` has nothing to move, or no room for it."""
+def refuse_without_effect(state: StateBytes, config: MemoryConfig) -> None:
+    """Raises `ConfigError` where `memory.optimizer: swap | in_backward` has nothing to move, or no room for it."""
+    host_bytes, way = config.host_budget, f"memory.optimizer: {config.optimizer}"
     if not state.optimizer:
         raise ConfigError(
-            "memory.optimizer: swap has nothing to move: there is no optimizer, or it has no state; pass optimizer=, "
+            f"{way} has nothing to move: there is no optimizer, or it has no state; pass optimizer=, "
             "or write optimizer: keep"
         )
     if not state.optimizer_movable:
         raise ConfigError(
-            "memory.optimizer: swap has nothing to move: no tensor of the optimizer's state has 16,384 elements; write "
-            "optimizer: keep"
+            f"{way} has nothing to move: no tensor of the optimizer's state has 16,384 elements; write optimizer: keep"
         )
     if host_bytes is not None and host_bytes < state.optimizer_movable:
         raise ConfigError(
-            f"memory.optimizer: swap moves {format_bytes(state.optimizer_movable)}, more than the host budget of "
+            f"{way} moves {format_bytes(state.optimizer_movable)}, more than the host budget of "
             f"{format_bytes(host_bytes)}; raise host_budget, or write optimizer: auto"
         )
 
@@ -178,6 +178,8 @@ class StatePrices:
         shares = found.way.shares
         if shares is None:
             return self._kept(found, reason)
+        if shares.frees_gradients:
+            return self._in_backward(found, shares, reason)
         _, fates = split(found.problem, found.fates)
         sizes = list(zip(shares.sizes, fates, strict=True))
         nbytes = {fate: sum(size for size, own in sizes if own is fate) for fate in Fate}
@@ -189,7 +191,7 @@ class StatePrices:
             moved_bytes=moved_bytes,
             resident_bytes=self.profile.state.optimizer_movable - moved_bytes,
             beside_bytes=nbytes[Fate.SWAP],
-            tier=Tier.DISK if self.profile.device == "cpu" else Tier.HOST,
+            tier=_tier(self.profile),
             bucket_bytes=bucket_size(self.profile.state, self.link),
             num_slots=NUM_SLOTS,
             overlap="backward" if nbytes[Fate.SWAP] else "step",
@@ -207,6 +209,30 @@ class StatePrices:
             streamed_seconds=streamed,
             slowed_seconds=lanes.slowed_seconds,
             seconds=self._shared(lanes, streamed),
+        )
+
+    def _in_backward(self, found: Found, shares: StateShares, reason: str) -> Choice:
+        """Parameters are updated while backward runs."""
+        lanes = _Lanes.of(found, self.link)
+        placement = OptimizerPlacement(
+            moved_bytes=shares.nbytes,
+            resident_bytes=self.profile.state.optimizer_movable - shares.nbytes,
+            tier=_tier(self.profile),
+            bucket_bytes=shares.bucket_bytes,
+            num_slots=shares.num_places,
+            overlap="in_backward",
+            exposed_seconds=lanes.stall_seconds,
+            slowed_seconds=lanes.slowed_seconds,
+            reason=reason,
+        )
+        return Choice(
+            found=found,
+            placement=placement,
+            slot_bytes=0,
+            stall_seconds=lanes.stall_seconds,
+            streamed_seconds=0.0,
+            slowed_seconds=lanes.slowed_seconds,
+            seconds=lanes.stall_seconds + lanes.slowed_seconds,
         )
 
     def _kept(self, found: Found, reason: str) -> Choice:
@@ -243,6 +269,10 @@ class StatePrices:
             moved_bytes / self.link.out_bytes_per_second / lanes.free_out_seconds,
         )
         return math.ceil(share * tokens * self.num_micro_batches)
+
+
+def _tier(profile: Profile) -> Tier:
+    return Tier.DISK if profile.device == "cpu" else Tier.HOST
 
 
 def _streamed(found: Found) -> float:

@@ -23,13 +23,14 @@ from lowtide.errors import BudgetError
 from lowtide.planner.advice import Change, explained
 from lowtide.planner.by_rules import layers_by_rule, min_bytes_of, problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
+from lowtide.planner.in_backward import updates_allowed
 from lowtide.planner.memory_breakdown import memory_breakdown
 from lowtide.planner.min_peak import UNREACHABLE
 from lowtide.planner.place_state import Choice, StatePrices, shares_allowed
 from lowtide.planner.problem import decisions
 from lowtide.planner.rerun_layers import call_seconds
 from lowtide.planner.space import Found, Question, Space, Way
-from lowtide.planner.state_items import split, state_curve
+from lowtide.planner.state_items import StateShares, split, state_curve
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_seconds
@@ -118,11 +119,20 @@ def _problem(
         link=link,
         layer_seconds=costs.layer_seconds,
         log_seconds=costs.op_seconds,
-        shares=shares_allowed(profile, config, link, num_micro_batches),
+        shares=_shares(profile, config, link, num_micro_batches),
         num_micro_batches=num_micro_batches,
         **how,
     )
     return _StepProblem(question)
+
+
+def _shares(
+    profile: Profile, config: MemoryConfig, link: Link, num_micro_batches: int
+) -> tuple[StateShares | None, ...]:
+    """What may become of the optimizer's state."""
+    if config.optimizer == "in_backward":
+        return updates_allowed(profile, config, link, num_micro_batches)
+    return shares_allowed(profile, config, link, num_micro_batches)
 
 
 class _StepProblem:
@@ -153,7 +163,7 @@ class _StepProblem:
         state, optimizer = question.profile.state, question.config.optimizer
         if question.shares == (None,):
             return "none of it can move" if state.optimizer else "there is none"
-        if optimizer == "swap":
+        if optimizer in ("swap", "in_backward"):
             return "memory.optimizer asks for it"
         if found.way.shares is not None:
             if self.space.fits(budget_bytes, moves_state=False):
@@ -209,9 +219,19 @@ def _plan_of(
         swap_excess_seconds=excess_seconds,
         certainty=_certainty(profile),
     )
-    there = None
-    if found.way.shares is not None:
+    shares, there = found.way.shares, None
+    frees_gradients = shares is not None and shares.frees_gradients
+    if shares is not None and not frees_gradients:
         there = state_curve(problem, found.fates, timeline.evict_by, timeline.prefetch_at).tolist()
+    account = memory_breakdown(
+        problem,
+        plain_bytes.tolist(),
+        timeline.curve,
+        plain_problem,
+        moving=there,
+        slot_bytes=choice.slot_bytes,
+        has_gradients=question.has_gradients and not frees_gradients,
+    )
     return Plan(
         layers=profile.layers,
         # Other storages that a recompute rule names are made again one by one.
@@ -229,15 +249,7 @@ def _plan_of(
         layer_rows=question.profile.layer_rows,
         budget_bytes=budget_bytes,
         predicted=prediction,
-        account=memory_breakdown(
-            problem,
-            plain_bytes.tolist(),
-            timeline.curve,
-            plain_problem,
-            moving=there,
-            slot_bytes=choice.slot_bytes,
-            has_gradients=question.has_gradients,
-        ),
+        account=account if shares is None else shares.shown(account, problem, timeline.peak_tick),
         optimizer=None if config.optimizer == "keep" else choice.placement,
     )
 

@@ -102,7 +102,17 @@ class Program:
         self.needs = Needs.of(self.arrays)
         self.is_retained_input = np.array([item.is_retained_input for item in step.items], dtype=bool)
         self.plain = _plain(self.arrays)
-        self._clock = np.concatenate([[0.0], np.cumsum([tick.seconds for tick in step.ticks])])
+        visits = self.arrays.visit_bytes
+        self._visiting = presence(self.arrays, self.arrays.fetch_from + 1, self.needs.last, visits)
+        """Bytes of visitors that may be there before they are needed: ticks count them already."""
+        seconds = self.arrays.seconds.copy()
+        # Compute waits at least for visitors whose place is not free before they are needed.
+        before = self.needs.last - 1
+        waits = (visits > 0) & (self.arrays.fetch_from > before) & (before >= step.num_forward_ticks)
+        np.add.at(seconds, before[waits], link.latency_seconds + visits[waits] / link.in_bytes_per_second)
+        self.plain_seconds = float(seconds.sum())
+        """With everything kept that may be: no schedule is faster."""
+        self._clock = np.concatenate([[0.0], np.cumsum(seconds)])
         self._unit_bytes = float(max(self.arrays.nbytes.max(initial=1), 1))
         self._unit_seconds = max(step.compute_seconds, 1e-12) / max(len(step.ticks), 1)
 
@@ -148,7 +158,8 @@ class Program:
                 continue
             if Fate.SWAP in item.fates:
                 # Both copies run, and compute falls behind by its share of them.
-                behind = share * (self._out_seconds(item.nbytes) + self._back_seconds(item.nbytes))
+                nbytes = item.nbytes + item.visit_bytes
+                behind = share * (self._out_seconds(nbytes) + self._back_seconds(nbytes))
                 entry.swap = build.column(behind, 1.0, whole=True)
             if Fate.RECOMPUTE in item.fates and item.form_of is None:
                 form = None if item.form is None else items[item.form]
@@ -242,7 +253,8 @@ class Program:
                 if first == read and at < num and ticks[at] == read and transient_bytes:
                     moves.transient[at].append((col, transient_bytes / self._unit_bytes))
             if entry.swap >= 0:
-                out, back = self._out_seconds(item.nbytes), self._back_seconds(item.nbytes)
+                out = 0.0 if item.visit_bytes else self._out_seconds(item.nbytes)
+                back = self._back_seconds(item.nbytes + item.visit_bytes)
                 moves.dead[dies].append((entry.swap, out))
                 moves.ready[self._index(ticks, item.saved + 1)].append((entry.swap, out))
                 moves.needed[at].append((entry.swap, back))
@@ -260,7 +272,7 @@ class Program:
             watch_peak(build, self._points(ticks), moves)
         else:
             budget = (self.budget_bytes - reserve_bytes) / self._unit_bytes
-            watch_flow(build, self._points(ticks), moves, self._lanes(), budget)
+            watch_flow(build, self._points(ticks, self._visiting), moves, self._lanes(), budget)
         if self.host_bytes is not None and moves.swapped:
             # A copy lives on the next tier until the step is over.
             build.row(moves.swapped, -math.inf, self.host_bytes / self._unit_bytes)
@@ -304,11 +316,13 @@ class Program:
             for col, parts in back.items():  # no more comes back than went away
                 build.row([*((part, 1.0) for part in parts), (col, -1.0)], -math.inf, 0.0)
 
-    def _points(self, ticks: NDArray[np.int64]) -> Points:
+    def _points(self, ticks: NDArray[np.int64], counted: NDArray[np.int64] | None = None) -> Points:
+        """`counted`: bytes that lanes count once more."""
+        plain = self.plain if counted is None else self.plain - counted
         return Points(
             ticks=ticks,
             num_forward_ticks=self.step.num_forward_ticks,
-            plain=self.plain[ticks] / self._unit_bytes,
+            plain=plain[ticks] / self._unit_bytes,
             seconds=np.diff(self._clock[ticks], prepend=0.0) / self._unit_seconds,
         )
 
@@ -331,7 +345,7 @@ class Program:
             bound = solved.bound * self._unit_bytes
         else:
             above = solved.bound - _TOLERANCE * max(1.0, abs(solved.bound))
-            bound = self.step.compute_seconds + max(above, 0.0) * self._unit_seconds
+            bound = self.plain_seconds + max(above, 0.0) * self._unit_seconds
         swap, recompute, held = none.copy(), none.copy(), none.copy()
         for index, entry in enumerate(columns):
             swap[index] = solved.values[entry.swap] if entry.swap >= 0 else 0.0

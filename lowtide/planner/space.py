@@ -42,7 +42,7 @@ from lowtide.planner.min_peak import first_of, quick_floor
 from lowtide.planner.problem import Problem, state_bytes, stored_form
 from lowtide.planner.rerun_layers import call_seconds, can_rerun
 from lowtide.planner.solve import BEATEN, bound_of, floor, refusal, solve
-from lowtide.planner.state_items import StateShares, in_order, split, with_state
+from lowtide.planner.state_items import StateShares, in_order, split
 from lowtide.timeline.events import Timeline
 from lowtide.timeline.memory import StepArrays, plain_curve
 from lowtide.timeline.step import Link
@@ -189,8 +189,7 @@ class Way:
         if not self.may_swap:
             config = dataclasses.replace(config, swap="none")
         how: Any = {"has_gradients": question.has_gradients, "layers": self.layers, "why_not_free": self.why_not_free}
-        kept = problem_of(profile, config, **how, layer_seconds=question.layer_seconds)
-        return kept if self.shares is None else with_state(kept, self.shares)
+        return problem_of(profile, config, **how, layer_seconds=question.layer_seconds, shares=self.shares)
 
     @property
     def why_not_free(self) -> str:
@@ -460,17 +459,17 @@ class Space:
         if self.question.num_micro_batches > 1 and self.question.shares != (None,):
             return min(seconds, self.question.seconds)
         for way in self.ways:
-            if not way.has_recipes or way.least_seconds >= seconds or way.shares not in (None, self._widest):
+            if not way.has_recipes or way.least_seconds >= seconds or self._is_narrower(way.shares):
                 continue
             if way.may_swap and way.floor[0] > budget_bytes:
                 continue
             seconds = min(seconds, way.bound_seconds(budget_bytes) + way.swap_price_seconds)
         return seconds
 
-    @property
-    def _widest(self) -> StateShares | None:
-        """The shares whose fates are all that are allowed: the first."""
-        return next((shares for shares in self.question.shares if shares is not None), None)
+    def _is_narrower(self, shares: StateShares | None) -> bool:
+        """Whether the first shares that may move can do all that these can."""
+        first = next((other for other in self.question.shares if other is not None), None)
+        return shares not in (None, first) and not (shares is not None and shares.frees_gradients)
 
 
 def _has_recipes(problem: Problem, fates: Sequence[Fate]) -> bool:

@@ -23,8 +23,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from lowtide.core.decisions import AccountLine
 from lowtide.core.fate import Fate
+from lowtide.core.profile import Profile
 from lowtide.planner.problem import Problem
 from lowtide.timeline.memory import Ints, StepArrays, curve
 from lowtide.timeline.step import Item, Tick
@@ -36,6 +39,9 @@ NAME = "optimizer state"
 class StateShares:
     """Parts of the state that may be elsewhere between steps, whole buckets each."""
 
+    frees_gradients: ClassVar[bool] = False
+    """Whether parameters are updated, and gradients freed, while backward runs."""
+
     sizes: tuple[int, ...]
     fates: tuple[Fate, ...]
     """What each of them may be."""
@@ -44,10 +50,25 @@ class StateShares:
     slot_bytes: int
     temporaries: int
     """What the optimizer needs beside one bucket."""
+    bucket_bytes: int = 0
+    num_places: int = 0
+    """Of buckets on the device, where they are another number than while the optimizer steps."""
 
     @property
     def nbytes(self) -> int:
         return sum(self.sizes)
+
+    def here(self, profile: Profile, *, has_gradients: bool) -> Profile:
+        """The step as far as it is there all the time. `has_gradients`: those of earlier passes are."""
+        return profile
+
+    def added_to(self, problem: Problem, profile: Profile) -> Problem:
+        """`problem` of the step that is `here`, with what comes and goes as its last items. `profile`: before that."""
+        return with_state(problem, self)
+
+    def shown(self, account: Sequence[AccountLine], problem: Problem, tick: int) -> tuple[AccountLine, ...]:
+        """The account of a tick, with all of the state that is there among the optimizer's."""
+        return tuple(account)
 
 
 def with_state(problem: Problem, shares: StateShares) -> Problem:

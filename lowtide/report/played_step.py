@@ -19,10 +19,11 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
+from lowtide.planner.in_backward import updates_allowed
 from lowtide.planner.place_state import placed_fates, shares_of
 from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
-from lowtide.planner.state_items import with_state
+from lowtide.planner.state_items import StateShares, with_state
 from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import Lifetimes, StepArrays, earliest_evict, plain_curve
 from lowtide.timeline.step import Link, Step
@@ -101,14 +102,18 @@ def play(
     profile = charged(profile, costs)
     layers = tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
     how: Any = {"has_gradients": has_gradients, "layer_seconds": costs.layer_seconds}
-    problem = problem_of(profile, config, layers=layers, **how)
+    placed = plan.optimizer
+    shares: StateShares | None = None
+    if placed is not None and placed.overlap == "in_backward":
+        shares = next(s for s in updates_allowed(profile, config, link, 1) if s.nbytes == placed.moved_bytes)
+    problem = problem_of(profile, config, layers=layers, shares=shares, **how)
     again = _second_runs(problem)
-    plain_problem = problem_of(profile, config, has_gradients=has_gradients, layers=()) if again.any() else problem
+    is_plain = shares is None and not again.any()
+    plain_problem = problem if is_plain else problem_of(profile, config, has_gradients=has_gradients, layers=())
     seconds, plain = _plain_ticks(problem, plain_problem, again)
     fates, num_ticks = _fates(plan, problem), len(problem.step.ticks)
-    num_items = len(fates)
-    placed = plan.optimizer
-    if placed is not None and placed.moved_bytes:
+    num_items = len(problem.nodes)
+    if shares is None and placed is not None and placed.moved_bytes:
         shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
         assert shares is not None
         problem = with_state(problem, shares)

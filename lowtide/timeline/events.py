@@ -12,6 +12,8 @@ The rules:
 - everything has left when backward starts;
 - fetches start in order of need, each at the last tick from which it still arrives with some slack; later where memory
   has no room yet, but never after the need. At the need compute waits for a fetch that is not complete;
+- an item that only visits the device (`Item.visit_bytes`) is not copied out in forward, is fetched once there is a
+  place for it, and takes the lane out after its need, which nothing waits for;
 - recomputed items are made at their first need, in a chain, on the compute lane;
 - a copy slows compute down by `compute_share` of its own time, charged to the tick at which it is issued.
 
@@ -154,9 +156,13 @@ class _Clock:
         swapped = np.flatnonzero(lifetimes.is_swapped)
         self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
         self.evict_by: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
-        nbytes = arrays.nbytes[self.swapped]
-        self.out_seconds = link.latency_seconds + nbytes / link.out_bytes_per_second
+        visits = arrays.visit_bytes[self.swapped]
+        nbytes = arrays.nbytes[self.swapped] + visits
+        leaving = link.latency_seconds + nbytes / link.out_bytes_per_second
+        self.out_seconds = np.where(visits > 0, 0.0, leaving)
         self.in_seconds = link.latency_seconds + nbytes / link.in_bytes_per_second
+        self.after_seconds = np.where(visits > 0, leaving, 0.0)
+        """Of copies out in backward: of visitors, and 0 for others."""
         self.compute_share = link.compute_share
         self.contention = np.zeros(arrays.num_ticks)
         np.add.at(self.contention, arrays.saved[self.swapped] + 1, self.out_seconds * link.compute_share)
@@ -221,10 +227,14 @@ class _Clock:
         starts = self._nominal_starts()
         wanted = self._latest_ticks(order, needs, starts)
         nbytes, dies = arrays.nbytes[self.swapped].tolist(), arrays.dies[self.swapped].tolist()
+        visits, free = (self.after_seconds > 0).tolist(), arrays.fetch_from[self.swapped].tolist()
         chosen = np.zeros(len(order), np.int64)
         earliest = num_forward
         for position, tick in zip(order, wanted):
             need, size = needs[position], nbytes[position]
+            if visits[position]:
+                chosen[position] = max(tick, free[position])
+                continue
             earliest = max(earliest, tick)
             if budget_bytes is not None and earliest < need:
                 too_full = np.flatnonzero(curve[earliest:need] > budget_bytes - size)
@@ -262,25 +272,31 @@ class _Clock:
         num_forward = arrays.step.num_forward_ticks
         assert np.all((prefetch_ticks >= num_forward) & (prefetch_ticks <= self.lifetimes.need[self.swapped]))
         order = self.fetch_order()
-        np.add.at(self.contention, prefetch_ticks, self.in_seconds * self.compute_share)
+        np.add.at(self.contention, prefetch_ticks, (self.in_seconds + self.after_seconds) * self.compute_share)
         starts = self._nominal_starts()
         needs, issues = self.lifetimes.need[self.swapped].tolist(), prefetch_ticks.tolist()
-        copy_seconds = self.in_seconds.tolist()
+        # What waits for a place lets others pass.
+        lane = sorted(order, key=issues.__getitem__) if self.after_seconds.any() else order
+        copy_seconds, after_seconds = self.in_seconds.tolist(), self.after_seconds.tolist()
         shift = self.now
-        lane_free = 0.0
+        lane_free = out_free = 0.0
         arrived = [0.0] * len(order)
         shifts = [(num_forward, shift)]
         next_in = 0
         for position in order:
             need = needs[position]
-            while next_in < len(order) and issues[order[next_in]] <= need:
-                issued = order[next_in]
+            while next_in < len(lane) and issues[lane[next_in]] <= need:
+                issued = lane[next_in]
                 start = max(lane_free, shift + float(starts[issues[issued] - num_forward]))
                 lane_free = arrived[issued] = start + copy_seconds[issued]
                 self._note("in", self._name(issued), start, lane_free)
                 next_in += 1
             self.now = shift + float(starts[need - num_forward])
             self._wait(arrived[position], position)
+            if after_seconds[position]:
+                start = max(out_free, self.now)
+                out_free = start + after_seconds[position]
+                self._note("out", self._name(position), start, out_free)
             shift = self.now - float(starts[need - num_forward])
             shifts.append((need, shift))
         durations = (arrays.seconds + self.contention + self.made_seconds)[num_forward:]

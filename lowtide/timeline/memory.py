@@ -55,6 +55,8 @@ class StepArrays:
     recipe_bytes: Ints
     decode_seconds: Floats
     work_bytes: Ints
+    visit_bytes: Ints
+    fetch_from: Ints
     check_bytes: Ints
     check_until: Ints
     dependents_first: tuple[int, ...]
@@ -84,6 +86,8 @@ class StepArrays:
             recipe_bytes=np.array([item.recipe_bytes for item in items], np.int64),
             decode_seconds=np.array([item.decode_seconds for item in items], float),
             work_bytes=np.array([item.work_bytes for item in items], np.int64),
+            visit_bytes=np.array([item.visit_bytes for item in items], np.int64),
+            fetch_from=np.array([item.fetch_from for item in items], np.int64),
             check_bytes=np.array([item.check_bytes for item in items], np.int64),
             check_until=np.array([item.check_until for item in items], np.int64),
             dependents_first=_dependents_first(items),

@@ -65,6 +65,11 @@ class Item:
     work_bytes: int = 0
     """Of a smaller form: bytes beyond all items, in tick `born` while it is made, and while the item is made from
     it."""
+    visit_bytes: int = 0
+    """Of what is elsewhere when the step begins, is read once in backward, and leaves after that, through a place that
+    ticks count among their own bytes: what its copies take each way. Its `nbytes` are 0."""
+    fetch_from: int = 0
+    """Not fetched before this tick, in which its place is free."""
 
     @property
     def is_retained_input(self) -> bool:

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+
+import pytest
 
 from lowtide.config.memory import load_memory
-from lowtide.planner.in_backward import account_in_backward, gradients_in_flight, with_updates_in_backward
+from lowtide.core.decisions import Prediction
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
+from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.by_rules import problem_of
+from lowtide.planner.in_backward import (
+    NUM_PLACES,
+    account_in_backward,
+    gradients_in_flight,
+    updates_allowed,
+    with_updates_in_backward,
+)
+from lowtide.planner.local_search import Evaluator
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.solve import bound_of
 from lowtide.report.budget_sweep import in_backward_lines
+from lowtide.report.played_step import play
+from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Link
 from tests.support.profiles import MIB, decoder_profile
 
@@ -66,3 +84,96 @@ def test_the_state_on_the_device_and_the_gradients_are_all_that_differs() -> Non
         assert one == other - made + in_flight + (beside if made else 0)
         assert 0 <= in_flight <= made
     assert own.state.gradients == own.op_gradient_bytes[-1] < profile.state.gradients
+
+
+def planned(profile: Profile, budget: int, optimizer: str = "in_backward") -> Plan:
+    return plan_profile(profile, load_memory({"budget": budget, "optimizer": optimizer}), link=LINK)
+
+
+def predicted(profile: Profile, budget: int, optimizer: str = "in_backward") -> Prediction:
+    found = planned(profile, budget, optimizer).predicted
+    assert found is not None
+    return found
+
+
+BUDGETS = [share * MIB for share in (352, 400, 500, 640, 800, 1100)]
+
+
+def test_a_plan_keeps_its_budget_and_is_never_slower_with_more() -> None:
+    profile = profile_of()
+    plans = [planned(profile, budget) for budget in BUDGETS]
+    found = [predicted(profile, budget) for budget in BUDGETS]
+    assert all(one.peak_bytes <= budget for one, budget in zip(found, BUDGETS, strict=True))
+    seconds = [one.step_seconds for one in found]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len({one.floor_bytes for one in found}) == 1
+    assert all(0.0 <= one.gap < 1.0 for one in found)
+    for plan, one in zip(plans, found, strict=True):
+        assert sum(line.planned_bytes for line in plan.account[:-1]) == plan.account[-1].planned_bytes
+        assert plan.account[-1].planned_bytes == one.peak_bytes
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_it_needs_less_than_state_that_travels_beside_gradients_that_stay() -> None:
+    profile = profile_of()
+    assert predicted(profile, 2048 * MIB).floor_bytes < predicted(profile, 2048 * MIB, "swap").floor_bytes
+
+
+def test_the_plan_says_how_the_state_travels() -> None:
+    placement = planned(profile_of(), 640 * MIB).optimizer
+    assert placement is not None and placement.overlap == "in_backward"
+    assert placement.moved_bytes == 256 * MIB
+    assert placement.bucket_bytes == 256 * MIB // 32 and placement.num_slots == NUM_PLACES
+    assert placement.lines()[1] == (
+        "  it comes and leaves while backward runs, where its parameters are updated, in buckets of 8.0 MiB"
+    )
+
+
+def test_visitors_carry_all_of_the_state_each_once_its_place_is_free() -> None:
+    profile = profile_of()
+    updates = updates_allowed(profile, MEMORY, LINK, 1)[0]
+    visitors = [item for item in problem_of(profile, MEMORY, shares=updates).step.items if item.visit_bytes]
+    assert sum(item.visit_bytes for item in visitors) == 256 * MIB
+    assert all(item.fetch_from <= item.reads[0] and not item.nbytes for item in visitors)
+    for before, item in zip(visitors, visitors[NUM_PLACES:], strict=False):
+        assert item.fetch_from >= before.reads[0], "no more than there are places for"
+
+
+def test_no_schedule_beats_the_bound_of_a_step_with_visitors() -> None:
+    profile = profile_of(2)
+    updates = updates_allowed(profile, MEMORY, LINK, 1)[0]
+    step = problem_of(profile, MEMORY, shares=updates).step
+    arrays, generator, num_played = StepArrays.of(step), random.Random(0), 0
+    for budget in (280 * MIB, 330 * MIB, 500 * MIB):
+        bound = bound_of(arrays, LINK, budget, None, 60.0)
+        for _ in range(400):
+            played = Evaluator(arrays, LINK, budget).play([generator.choice(item.fates) for item in step.items])
+            num_played += played.fits
+            assert not played.fits or played.seconds >= bound * (1 - 1e-9)
+    assert num_played > 100
+
+
+def test_micro_batches_are_refused_by_name() -> None:
+    memory = load_memory({"budget": 640 * MIB, "optimizer": "in_backward"})
+    with pytest.raises(ConfigError) as caught:
+        plan_profile(profile_of(), memory, link=LINK, num_micro_batches=4)
+    assert str(caught.value) == (
+        "memory.optimizer: in_backward is for one backward pass a step, and this step has 4 micro-batches; write "
+        "optimizer: auto, which fetches state under the last one's backward"
+    )
+
+
+def test_a_refusal_names_it_with_its_figures() -> None:
+    with pytest.raises(BudgetError) as caught:
+        planned(profile_of(), 400 * MIB, "keep")
+    said = [line for line in caught.value.suggestions if "in_backward" in line]
+    assert said and said[0].startswith("with 'optimizer: in_backward' it fits: peak 384.0 MiB, ")
+
+
+def test_the_planned_step_can_be_drawn() -> None:
+    profile, memory = profile_of(), load_memory({"budget": 500 * MIB, "optimizer": "in_backward"})
+    plan = plan_profile(profile, memory, link=LINK)
+    played = play(plan, profile, memory, link=LINK)
+    assert plan.predicted is not None
+    assert played.step_seconds == pytest.approx(plan.predicted.step_seconds)
+    assert {event.lane for event in played.events if event.name.startswith("optimizer state")} >= {"in", "out"}

@@ -127,7 +127,7 @@ class Planner:
 
     def _plan(self, profile: Profile, **how: Any) -> Plan:
         resident_bytes = self.facts.resident_state_bytes
-        if resident_bytes is None:
+        if resident_bytes is None or self.config.optimizer == "in_backward":
             return plan_profile(profile, self.config, **how)
         if resident_bytes:
             with contextlib.suppress(BudgetError):

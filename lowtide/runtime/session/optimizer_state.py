@@ -22,6 +22,7 @@ from lowtide.engines.base import Engine
 from lowtide.engines.tiers.disk import default_directory
 from lowtide.errors import ConfigError
 from lowtide.optimizer.buckets import MOST_BYTES
+from lowtide.optimizer.requests import check_alone
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer, why_not
 
 
@@ -55,6 +56,8 @@ class PlacedState:
                 f"memory.optimizer: the state of an optimizer is to be elsewhere between steps, and {self._call} was "
                 "given none: pass optimizer=, or write optimizer: keep"
             )
+        if placement.overlap == "in_backward":
+            check_alone()
 
     def settle(self) -> None:
         """No copy is under way from here on."""
