@@ -130,6 +130,9 @@ class _LayerInBlocks:
         is_one_block = isinstance(x, torch.Tensor) and math.prod(x.shape[:-1]) <= self.rows
         if is_one_block or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return type(self._layer).forward(self._layer, *args, **kwargs)
+        if getattr(self._layer, "gradient_checkpointing", False) and self._layer.training:
+            # Of transformers' layers the class's own forward is the checkpoint, and would hold each block.
+            raise _refusal(self._name, "transformers checkpoints it (call model.gradient_checkpointing_disable())")
         if not isinstance(x, torch.Tensor) or is_distributed(x):
             raise _refusal(self._name, "its first argument is no ordinary tensor")
         given = _Given(self._name, x, args, self._without_cache(kwargs))

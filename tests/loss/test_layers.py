@@ -308,10 +308,14 @@ def test_what_is_no_function_of_rows_is_named(change: Any, more: tuple[Any, ...]
     [
         ("qwen3-moe", "it routes tokens to experts"),
         ("gemma2-softcap", "it is given a tensor of shape (4, 1, 64, 64), which has no row for each token"),
+        ("llama", "transformers checkpoints it (call model.gradient_checkpointing_disable())"),
     ],
 )
 def test_models_of_transformers_that_are_refused(kind: str, text: str) -> None:
     model, (batch, _) = MODELS[kind](), _tokens()
+    if kind == "llama":
+        model.train()
+        model.activation_checkpointing_enable()
 
     def step() -> None:
         with lowtide.apply(model, {"rows": 100}):
