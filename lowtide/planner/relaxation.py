@@ -19,6 +19,7 @@ made that serves as an input of others. All of them make the real step slower, n
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -134,19 +135,18 @@ class Program:
         none. `minimise_peak` asks for the smallest peak instead, link and time being no object; the 'seconds' are
         then bytes.
         """
-        ticks = np.array(sorted({self.step.num_forward_ticks, *map(int, points)}), dtype=np.int64)
+        ticks = sorted({self.step.num_forward_ticks, *map(int, points)})
         build = Linear()
         columns = self._shares(build, ticks)
         self._watch(build, ticks, columns, reserve_bytes, minimise_peak)
         solved = build.solve(whole=whole, gap=gap, time_limit_seconds=time_limit_seconds)
         return self._relaxation(solved, columns, minimise_peak=minimise_peak)
 
-    def _index(self, ticks: NDArray[np.int64], tick: int) -> int:
-        """The first point at or after a tick; its number of points when there is none."""
-        return int(np.searchsorted(ticks, tick))
+    def _shares(self, build: Linear, ticks: list[int]) -> list[_Columns]:
+        """Columns for the fates, with what each costs, and the rows that tie them together.
 
-    def _shares(self, build: Linear, ticks: NDArray[np.int64]) -> list[_Columns]:
-        """Columns for the fates, with what each costs, and the rows that tie them together."""
+        Here and below, a tick is watched at the first point at or after it: `bisect_left`, which takes a tenth of the
+        time of numpy's on a single number."""
         items, needs = self.step.items, self.needs
         share = self.link.compute_share
         columns: list[_Columns] = []
@@ -172,7 +172,7 @@ class Program:
             if item.is_retained_input:
                 # A kept retained input lives until the last recipe that reads it; each possible end is a share of its
                 # own.
-                ends = {self._index(ticks, int(needs.first[user]) + 1) for user in needs.dependents[index]}
+                ends = {bisect_left(ticks, int(needs.first[user]) + 1) for user in needs.dependents[index]}
                 if Fate.KEEP in item.fates:
                     entry.keeps = [(end, build.column(0.0, 1.0)) for end in sorted(ends)]
                 terms += [(col, 1.0) for _, col in entry.keeps]
@@ -196,7 +196,7 @@ class Program:
     def _needs_retained_inputs(
         self,
         build: Linear,
-        ticks: NDArray[np.int64],
+        ticks: list[int],
         index: int,
         columns: list[_Columns],
         *,
@@ -205,7 +205,7 @@ class Program:
         """What is made again needs its retained inputs held, or its form, kept at least until it can first be
         needed."""
         item, entry = self.step.items[index], columns[index]
-        end = self._index(ticks, int(self.needs.first[index]) + 1)
+        end = bisect_left(ticks, int(self.needs.first[index]) + 1)
         made = entry.decode if is_decoded else entry.recompute
         for source in item.inputs if not is_decoded or item.form is None else (item.form,):
             if not self.step.items[source].is_retained_input:
@@ -218,7 +218,7 @@ class Program:
     def _watch(
         self,
         build: Linear,
-        ticks: NDArray[np.int64],
+        ticks: list[int],
         columns: list[_Columns],
         reserve_bytes: float,
         minimise_peak: bool,
@@ -229,9 +229,9 @@ class Program:
         for index, item in enumerate(self.step.items):
             entry = columns[index]
             size = item.nbytes / self._unit_bytes
-            dies = self._index(ticks, item.dies)
+            dies = bisect_left(ticks, item.dies)
             first, read = int(self.needs.first[index]), int(self.needs.last[index])
-            at = self._index(ticks, read)
+            at = bisect_left(ticks, read)
             for end, col in entry.keeps:
                 moves.away[dies].append((col, -size))
                 moves.away[end].append((col, size))
@@ -239,16 +239,16 @@ class Program:
             made = [(entry.recompute, item.recipe_seconds, item.recipe_bytes)]
             if item.form is not None:
                 form = self.step.items[item.form]
-                gone.append((entry.decode, max(dies, self._index(ticks, form.born + 1))))
+                gone.append((entry.decode, max(dies, bisect_left(ticks, form.born + 1))))
                 made.append((entry.decode, form.decode_seconds, form.work_bytes))
-                born_at = self._index(ticks, form.born)
+                born_at = bisect_left(ticks, form.born)
                 if entry.decode >= 0 and form.work_bytes and born_at < num and ticks[born_at] == form.born:
                     moves.transient[born_at].append((entry.decode, form.work_bytes / self._unit_bytes))
             for col, seconds, transient_bytes in made:
                 if col < 0:
                     continue
                 # It runs in one of these ticks; which one depends on what is made from it, so each gets the time.
-                for k in range(self._index(ticks, first + 1), min(self._index(ticks, read + 1), num - 1) + 1):
+                for k in range(bisect_left(ticks, first + 1), min(bisect_left(ticks, read + 1), num - 1) + 1):
                     moves.extra[k].append((col, seconds / self._unit_seconds))
                 if first == read and at < num and ticks[at] == read and transient_bytes:
                     moves.transient[at].append((col, transient_bytes / self._unit_bytes))
@@ -256,9 +256,9 @@ class Program:
                 out = 0.0 if item.visit_bytes else self._out_seconds(item.nbytes)
                 back = self._back_seconds(item.nbytes + item.visit_bytes)
                 moves.dead[dies].append((entry.swap, out))
-                moves.ready[self._index(ticks, item.saved + 1)].append((entry.swap, out))
+                moves.ready[bisect_left(ticks, item.saved + 1)].append((entry.swap, out))
                 moves.needed[at].append((entry.swap, back))
-                moves.extra[self._index(ticks, item.saved + 2)].append((entry.swap, out * self.link.compute_share))
+                moves.extra[bisect_left(ticks, item.saved + 2)].append((entry.swap, out * self.link.compute_share))
                 moves.swapped.append((entry.swap, size))
                 moves.back.append((entry.swap, back))
             if item.is_retained_input or dies >= at:
@@ -283,19 +283,17 @@ class Program:
     def _back_seconds(self, nbytes: float) -> float:
         return (self.link.latency_seconds + nbytes / self.link.in_bytes_per_second) / self._unit_seconds
 
-    def _early(
-        self, build: Linear, ticks: NDArray[np.int64], index: int, columns: list[_Columns], moves: Moves
-    ) -> None:
+    def _early(self, build: Linear, ticks: list[int], index: int, columns: list[_Columns], moves: Moves) -> None:
         """What another item is made from is there when that one is read, and stays until its own reads."""
         entry, item = columns[index], self.step.items[index]
         if entry.swap < 0 and entry.recompute < 0 and entry.decode < 0:
             return
-        dies = self._index(ticks, item.dies)
-        read = self._index(ticks, int(self.needs.last[index]))
+        dies = bisect_left(ticks, item.dies)
+        read = bisect_left(ticks, int(self.needs.last[index]))
         size, back_seconds = item.nbytes / self._unit_bytes, self._back_seconds(item.nbytes)
         levels: dict[int, list[int]] = {}
         for user in self.needs.dependents[index]:
-            at = self._index(ticks, int(self.needs.last[user]))
+            at = bisect_left(ticks, int(self.needs.last[user]))
             if dies <= at < read and columns[user].recompute >= 0:
                 levels.setdefault(at, []).append(columns[user].recompute)
         back: dict[int, list[int]] = {col: [] for col in (entry.swap, entry.recompute, entry.decode) if col >= 0}
@@ -316,14 +314,15 @@ class Program:
             for col, parts in back.items():  # no more comes back than went away
                 build.row([*((part, 1.0) for part in parts), (col, -1.0)], -math.inf, 0.0)
 
-    def _points(self, ticks: NDArray[np.int64], counted: NDArray[np.int64] | None = None) -> Points:
+    def _points(self, ticks: list[int], counted: NDArray[np.int64] | None = None) -> Points:
         """`counted`: bytes that lanes count once more."""
         plain = self.plain if counted is None else self.plain - counted
+        places = np.array(ticks, dtype=np.int64)
         return Points(
-            ticks=ticks,
+            ticks=places,
             num_forward_ticks=self.step.num_forward_ticks,
-            plain=plain[ticks] / self._unit_bytes,
-            seconds=np.diff(self._clock[ticks], prepend=0.0) / self._unit_seconds,
+            plain=plain[places] / self._unit_bytes,
+            seconds=np.diff(self._clock[places], prepend=0.0) / self._unit_seconds,
         )
 
     def _lanes(self) -> Lanes:
