@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_055,
+    "lines": 59_060,
     "files": 257,
     "classes": 546,
     "files that one other file imports": 39,
@@ -301,12 +301,12 @@ def test_furniture_is_counted(small_house: Path) -> None:
         "class B:\n    class A:\n" + "".join(f"        field{number}: int\n" for number in range(16))
     )
     assert figures(small_house) == {
-        "lines": 59_055,
-        "files": 257,
-        "classes": 546,
-        "files that one other file imports": 39,  # the plan has two, the solver and the errors one each
-        "classes with more than 15 attributes": 23,
-        "class names that several classes have": 14,
+        "lines": 37,
+        "files": 6,
+        "classes": 3,
+        "files that one other file imports": 2,  # the plan has two, the solver and the errors one each
+        "classes with more than 15 attributes": 1,
+        "class names that several classes have": 1,
         "parameters of a constructor": 2,
         "lines of a function, 95 of 100": 2,
     }

@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "no labels": (lambda: lowtide.plan(llama(), {"input_ids": TOKENS}, "1GiB"), "observe: the output is no loss but CausalLMOutputWithPast; return a scalar tensor, an output with `.loss`, or say how to get it with loss="),
     "host memory": (lambda: lowtide.optimize(llama(), "1GiB", memory={"host_budget": "lots"}), f"memory.host_budget: 'lots' {NO_SIZE}"),
     "an engine": (lambda: lowtide.optimize(llama(), "1GiB", engine="cudaa"), "engine: 'cudaa' is none of accelerator, host"),
-    "a tier": (lambda: lowtide.swap_optimizer(adam(llama()), tier="gpu"), "lowtide.swap_optimizer: tier 'gpu' is none of host, disk"),
+    "a tier": (lambda: lowtide.swap_optimizer(adam(llama()), tier="gpu"), "lowtide.swap_optimizer: tier 'gpu' is none of host, disk, mapped"),
     "a form": (lambda: lowtide.write_report(llama(), "x.pdf"), "report: x.pdf: write to a file that ends in .html, .trace.json, .json or .pickle"),
     "a report of nothing": (lambda: lowtide.write_report(llama(), "x.html"), "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"),
     "a callback": (TideCallback, "TideCallback: nothing to do; write budget='20GiB', or memory= with rules or the path of a YAML file"),

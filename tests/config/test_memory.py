@@ -137,10 +137,10 @@ def test_a_budget_sets_the_solver_free() -> None:
         ),
         ({"recompute": "auto"}, "memory.recompute: auto needs a budget to plan for; write e.g. budget: 20GiB"),
         ({"swap": "auto"}, "memory.swap: auto needs a budget to plan for; write e.g. budget: 20GiB"),
-        ({"optimizer": "host"}, "memory.optimizer: expected keep, swap or auto, not 'host'"),
+        ({"optimizer": "host"}, "memory.optimizer: expected keep, swap, auto or in_backward, not 'host'"),
         (
             {"optimizer": {"state": "swap", "overlap": "deferred"}},
-            "memory.optimizer: expected keep, swap or auto, not a mapping",
+            "memory.optimizer: expected keep, swap, auto or in_backward, not a mapping",
         ),
         ({"layers": []}, "memory.layers: names no layer; remove it to have the layers found, or list their names"),
         ({"budgett": 1}, "memory.budgett: unknown key; did you mean 'budget'?"),

@@ -29,7 +29,7 @@ from examples.train.loop import train
 from examples.train.ranks import Ranks
 from lowtide.cli.run_file import load_run
 
-def refused(self, error, tell):  # else it would end the process, and the jobs that come after it
+def refused(self, error):  # else it would end the process, and the jobs that come after it
     os.environ["REFUSED"] = f"{type(error).__name__}: {error}"
     self.leave()
     raise SystemExit
