@@ -22,11 +22,12 @@ The rules of order, as in optimizer/transfers.py:
   have failed, and the tensor was not written to meanwhile.
 
 What was written to is known by its version. Writes through `.data` move no version: a sum of all bytes tells them
-before a weight goes, and a weight that is written so is sent back from then on always.
+before a tensor goes, and one that is written so is sent back from then on always. What is written to in its slot while
+it is on its way to the device is fetched again.
 
 What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
 
-Cost: a sum of a weight's bytes each time that it goes, which an accelerator's host waits for. Not covered: what is a
+Cost: a sum of a tensor's bytes each time that it goes, which an accelerator's host waits for. Not covered: what is a
 use, and when (swap.py).
 """
 
@@ -57,6 +58,7 @@ class Movable:
         "away",
         "buffer",
         "event",
+        "fetched_version",
         "is_always_sent",
         "is_gradient",
         "leaving",
@@ -83,6 +85,8 @@ class Movable:
         """Its bytes on the device, or where they will arrive."""
         self.event: Event | None = None
         """Behind the copy in that is under way."""
+        self.fetched_version = 0
+        """Of the tensor when that copy began."""
         self.version: int | None = None
         """Of the tensor when the slot had the same bytes; None: the slot has others."""
         self.leaving: tuple[Event, int] | None = None
@@ -146,6 +150,9 @@ class WeightMoves:
         """What takes memory of the device, longest unused first."""
         self._leaving: deque[Movable] = deque()
         self._uses: dict[Hashable, tuple[Movable, ...]] = {}
+        self._updates: set[Hashable] = set()
+        """Uses that no other kind of use fetches ahead: what runs before them (clipping, code of the user between
+        backward and step) may write to what is away, and through `.data` without a version."""
         self._next: dict[Hashable, Hashable] = {}
         self.last: Hashable = None
         """The name of the use that began last."""
@@ -218,9 +225,11 @@ class WeightMoves:
     # -- uses ----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def using(self, key: Hashable, items: Iterable[Movable]) -> Iterator[None]:
-        """`use`, and these items stay until its end."""
+    def using(self, key: Hashable, items: Iterable[Movable], *, is_update: bool = False) -> Iterator[None]:
+        """`use`, and these items stay until its end. `is_update`: of an optimizer."""
         needed = tuple(items)
+        if is_update:
+            self._updates.add(key)
         self.open.append(needed)
         try:
             self.use(key, needed)
@@ -299,6 +308,8 @@ class WeightMoves:
 
     def _fetch_ahead(self, key: Hashable, needed: set[Movable]) -> None:
         for number, coming in enumerate(self._coming(key), 1):
+            if coming in self._updates and key not in self._updates:
+                return
             missing = [item for item in self._uses[coming] if item.buffer is None and item.is_away]
             wanted = sum(item.nbytes for item in missing)
             needed |= set(self._uses[coming])
@@ -344,7 +355,9 @@ class WeightMoves:
 
     def _fetch(self, item: Movable) -> None:
         engine = self.engine
-        assert item.slot is not None and item.buffer is None
+        tensor = item.tensor
+        assert item.slot is not None and item.buffer is None and tensor is not None
+        item.fetched_version = version_of(tensor)
         buffer = engine.new_buffer(item.nbytes, self.device)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
         item.buffer = buffer
@@ -366,10 +379,15 @@ class WeightMoves:
             if error is not None:
                 raise RuntimeError(f"lowtide: {item.name} could not be read back from the {_tier(item)}: {error}")
             return
+        if version_of(tensor) != item.fetched_version:  # written to in its slot, by whoever read it there, meanwhile
+            self._forget(item)
+            self._fetch(item)
+            self._arrive(item)
+            return
         tensor.data = item.shape.over(item.buffer)
         item.version = version_of(tensor)
         item.event = None
-        if item.total is None and not item.is_gradient:
+        if item.total is None:
             item.total = _sum_of(item.buffer)
 
     # -- out -----------------------------------------------------------------------------------------------------------
@@ -415,7 +433,7 @@ class WeightMoves:
             version = version_of(tensor)
             engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
             engine.copy_out(item.buffer, item.slot)
-            item.total = None if item.is_gradient else _sum_of(item.buffer)
+            item.total = _sum_of(item.buffer)
             item.leaving = engine.record(Lane.OUT), version
             self._leaving.append(item)
             self.sent_bytes += item.nbytes

@@ -572,7 +572,7 @@ class WeightSwap:
         if not items:
             yield
             return
-        with self._moves.using(("update", items[0].name), items):
+        with self._moves.using(("update", items[0].name), items, is_update=True):
             yield
         for item in weights:
             if not item.is_clean:

@@ -101,6 +101,64 @@ def test_a_habit_between_steps(habit: Callable[[nn.Module], None]) -> None:
     assert_alike(model, plain)
 
 
+ROOMY = 20_000
+"""Bytes: most of what comes next finds room ahead of its turn."""
+
+
+def _clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _scale_data_of_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.mul_(0.25)
+
+
+def _rest(*_: object) -> None:
+    """Copies that are under way come to their end."""
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "habit", [_clip, _scale_data_of_gradients, _write, _write_data], ids=lambda habit: habit.__name__
+)
+def test_a_habit_between_backward_and_step(habit: Callable[[nn.Module], None]) -> None:
+    """From the second step on, what the update needs could be on its way already when it is written to."""
+    model, optimizer, plain, plain_optimizer = two()
+    for layer in model.layers:
+        layer.register_full_backward_pre_hook(_rest)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine="host") as handle:
+        handle._moves.window_bytes = ROOMY
+        for _ in range(3):
+            for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+                each(TOKENS).backward()
+                habit(each)
+                its_own.step()
+                its_own.zero_grad()
+        assert_alike(model, plain)
+
+
+def test_a_weight_that_is_written_to_while_it_is_on_its_way() -> None:
+    """A layer halves a weight of the one after it, in place, before that one's turn."""
+    model, optimizer, plain, plain_optimizer = two()
+    for each in (model, plain):
+        following = each.layers[2].down.weight
+
+        def halve(*_: object, following: torch.Tensor = following) -> None:
+            _rest()
+            with torch.no_grad():
+                following.mul_(0.5)
+
+        each.layers[1].down.register_forward_pre_hook(halve)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine="host") as handle:
+        handle._moves.window_bytes = ROOMY
+        for _ in range(3):
+            for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+                step(each, its_own)
+        assert_alike(model, plain)
+
+
 class Clamped(nn.Linear):
     """Writes to its own weight through `.data`, from some forward on."""
 
