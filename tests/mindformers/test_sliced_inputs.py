@@ -131,6 +131,7 @@ def trains(rank: int, slices: bool, recompute: Any = True, compat: bool = False,
             between = live.now_bytes
             loss.backward()
         del loss
+        time.sleep(0.1)  # the same
         stats, left = tide.stats, tide.tide._ledger.now_bytes
     return {
         "bits": bits,

@@ -341,6 +341,8 @@ def test_a_copy_that_fails_later_loses_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert_alike(model, plain)
 
 
+# One that comes within a finalizer is only printed, by Python.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(24))
 def test_ctrl_c_in_every_phase_loses_nothing(seed: int) -> None:
     """After it each weight has its bytes of before the step or of after it, or has only decayed, where the interrupt
