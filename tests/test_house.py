@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_075,
+    "lines": 59_077,
     "files": 257,
     "classes": 546,
     "files that one other file imports": 39,

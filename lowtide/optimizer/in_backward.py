@@ -275,6 +275,8 @@ class InBackward:
     # -- while backward runs -------------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return  # frozen since the forward: torch calls the hook, and gives it no gradient
         if parameter in self._step.stepped:
             raise RuntimeError(
                 "lowtide: a second backward pass before optimizer.step(): with overlap='in_backward' the first one has "

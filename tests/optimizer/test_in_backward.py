@@ -449,3 +449,29 @@ def test_what_comes_too_late_for_some_parameters_is_refused_and_a_checkpoint_men
     for number in range(1, 5):
         step(number)
     assert_same(found, result_of(list(model.parameters()), optimizer))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_is_frozen_between_forward_and_backward_is_not_stepped(set_to_none: bool) -> None:
+    """In step 2 it is what would have come last, so that no gradient seemed to be left for `step()`, and nothing told
+    how gradients are cleared: in step 3 what had no gradient was stepped with zeros."""
+    results = []
+    for engine in (None, VirtualEngine(1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options: dict[str, Any] = {"overlap": "in_backward", "bucket_bytes": 4096, "min_bytes": 8192}
+        handle = lowtide.swap_optimizer(optimizer, engine=engine, **options) if engine else None
+        for step, frozen in enumerate(([], [], [model[0].weight, model[0].bias], [model[2].weight])):
+            loss = model(torch.full((3, 32), 0.1 * (step + 1))).square().mean()
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for parameter in frozen:
+                parameter.requires_grad_()
+        if handle:
+            handle.detach()
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])
