@@ -95,6 +95,17 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a plain tensor may leave `device` and come back as a view of the same bytes."""
+    # Conjugate and negative bits are not part of a storage view; such tensors are rare, small, and stay.
+    return (
+        is_plain(tensor)
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().nbytes() > 0
+        and tensor.device == device
+    )
+
+
 def can_be_cloned(tensor: torch.Tensor) -> bool:
     """False for one kind of quantized tensor (scales and zero points that are floats, as of embeddings): torch has no
     `clone` of it."""
@@ -103,9 +114,15 @@ def can_be_cloned(tensor: torch.Tensor) -> bool:
 
 def storage_keys(module: nn.Module) -> set[int]:
     """Addresses of the storages of a module's parameters and buffers; of distributed ones, of this rank's part."""
-    tables = (table.values() for each in modules_of(module) for table in (own_parameters(each), own_buffers(each)))
-    tensors = [inside(tensor) for tensor in chain.from_iterable(tables) if tensor is not None]
+    tensors = map(inside, tensors_of(module))
     return {storage_key(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers of a module. Faster than `module.parameters()`, for what is looked at in every pass. One
+    that stands in several places is there several times."""
+    tables = (table.values() for each in modules_of(module) for table in (own_parameters(each), own_buffers(each)))
+    return [tensor for tensor in chain.from_iterable(tables) if tensor is not None]
 
 
 def unregistered_in(module: nn.Module) -> list[nn.Module]:

@@ -29,8 +29,9 @@ from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Node
 from lowtide.runtime.recompute.watch import Draws, Watch
 from lowtide.runtime.saved.stats import Counters, Ledger
-from lowtide.tensors.kinds import is_plain, leads_to_parameter, storage_keys, unregistered_in
+from lowtide.tensors.kinds import is_movable, is_plain, leads_to_parameter, storage_keys, unregistered_in
 from lowtide.tensors.private import COMPILED_NODE, base_of, is_view, storage_key
+from lowtide.tensors.view import TensorOrigin
 from lowtide.tensors.wrappers import inside
 
 
@@ -110,6 +111,9 @@ class SavedTensorEntry:
     fate: Fate
     is_counted: bool
     """The first tensor of a storage that counts as an activation; parameters, inputs and further views do not."""
+    is_activation: bool = False
+    """It is counted, or a further view of what is."""
+    origin: TensorOrigin | None = None
     tier: str | None = None
     distance: int | None = None
     leave: int | None = None
@@ -117,6 +121,8 @@ class SavedTensorEntry:
     """A solved plan knows it, or rules decide."""
     node: Node | None = None
     """With a solved plan: its node, if a recipe recomputes it or recipes start from it."""
+    is_simple: bool = False
+    """Its handle is made without a closer look: the plan, or a rule, keeps it, and no recipe starts from it."""
 
 
 @dataclass(slots=True)
@@ -168,10 +174,8 @@ class Saved:
         self.is_movable = False
         """It may leave `device` and come back as a view of the same bytes."""
         if self.is_plain:
-            storage = self.storage = tensor.untyped_storage()
-            # Conjugate and negative bits are not part of a storage view; such tensors are rare, small, and stay.
-            is_as_stored = not (tensor.is_conj() or tensor.is_neg())
-            self.is_movable = is_as_stored and storage.nbytes() > 0 and tensor.device == device
+            self.storage = tensor.untyped_storage()
+            self.is_movable = is_movable(tensor, device)
 
     @property
     def key(self) -> int:

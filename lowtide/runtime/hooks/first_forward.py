@@ -94,6 +94,7 @@ class FirstForward:
         if not self._is_activation(saved, layer):
             return entry
         assert self._recorder is not None and saved.storage is not None
+        entry.is_activation = True
         key = saved.key
         # A storage keeps the name of its first save. The recorder renames it when another operator writes to it.
         known = self._recorded_name(key)

@@ -35,7 +35,7 @@ from lowtide.runtime.hooks.first_forward import FirstForward
 from lowtide.runtime.hooks.regions import Regions
 from lowtide.runtime.offload.departures import Departures
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
-from lowtide.runtime.offload.spill import Spillable
+from lowtide.runtime.offload.spill import Guard, Spillable
 from lowtide.runtime.recompute.recipe_graph import RecipeGraph
 from lowtide.runtime.recompute.recipe_nodes import Node
 from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
@@ -49,7 +49,7 @@ from lowtide.tensors.private import (
     top_saved_tensors_hooks,
     version_of,
 )
-from lowtide.tensors.view import View, part_of
+from lowtide.tensors.view import TensorOrigin, View, part_of
 from lowtide.tensors.wrappers import arrived, is_desugared
 
 _MAX_RELEARNED = 3
@@ -72,6 +72,7 @@ class ForwardPass:
 
     def __init__(self, context: PlanContext, entry: LayerTable) -> None:
         self.context = context
+        self.ledger = context.ledger
         self.entry = entry
         self.queue = PrefetchQueue()
         self.follower = context.scheduler.follower(self.queue)
@@ -95,7 +96,7 @@ class ForwardPass:
         self._is_compiled = False
         """A compiled part is running."""
         # One object, so that `is_innermost` can compare by identity.
-        self.pack_hook = self.pack
+        self.pack_hook = self.pack if self.log is None else self._pack_unlogged
 
     # -- where we are ----------------------------------------------------------------------------------------------
 
@@ -175,15 +176,16 @@ class ForwardPass:
     # -- the pack hook ---------------------------------------------------------------------------------------------
 
     @never_compiled
+    def _pack_unlogged(self, tensor: torch.Tensor) -> Any:
+        """As `pack`. Operators that make a handle are not the model's: they need no log, which takes 3 us for each."""
+        if type(tensor) not in PLAIN_TYPES:
+            return self.pack(tensor)
+        with DisableTorchDispatch():
+            return self.pack(tensor)
+
+    @never_compiled
     def pack(self, tensor: torch.Tensor, wrapper: torch.Tensor | None = None) -> Any:
         """The handle that autograd holds instead of `tensor`. `wrapper`: what autograd saves, with `tensor` inside."""
-        if self.log is not None and type(tensor) in PLAIN_TYPES:
-            # Operators that make a handle are not the model's: they need no log, which would take 3 us for each.
-            with DisableTorchDispatch():
-                return self._pack(tensor, wrapper)
-        return self._pack(tensor, wrapper)
-
-    def _pack(self, tensor: torch.Tensor, wrapper: torch.Tensor | None) -> Any:
         if type(tensor) not in PLAIN_TYPES and wrapper is None and is_desugared((type(tensor),)):
             return self._pack_wrapped(tensor)
         grad_fn = tensor.grad_fn if wrapper is None else wrapper.grad_fn
@@ -198,14 +200,16 @@ class ForwardPass:
                 return self._learn(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
         if position < len(table):
             entry = table[position]
-            if (
-                entry.dtype is tensor.dtype
-                and entry.num_dims == tensor.dim()
-                and is_same_producer(entry.producer, type(grad_fn))
-            ):
-                if entry.fate is Fate.KEEP and entry.node is None and self.context.guard is None:
-                    return self._hold(tensor, is_counted=entry.is_counted)
-                return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
+            if entry.dtype is tensor.dtype and entry.num_dims == tensor.dim():
+                if entry.is_simple and entry.producer is type(grad_fn) and wrapper is None:
+                    is_first, guard = entry.is_counted, self.context.guard
+                    if guard is None or not entry.is_activation:
+                        return self._hold(tensor, is_counted=is_first, origin=entry.origin)
+                    return self._keep_spillable(
+                        guard, tensor, is_counted=is_first, may_be_view=not is_first, origin=entry.origin
+                    )
+                if is_same_producer(entry.producer, type(grad_fn)):
+                    return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
         self._miss()
         return self._unplanned(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
 
@@ -226,6 +230,8 @@ class ForwardPass:
     def _learn(self, saved: Saved) -> Any:
         """Decide by name, remember the decision for this position, and carry it out."""
         entry = self.first.entry_of(saved, self.at.layer, is_output=self.regions.find(saved) is not None)
+        entry.origin = TensorOrigin.of(saved.tensor)
+        entry.is_simple = entry.fate is Fate.KEEP and entry.node is None and entry.is_planned
         self.at.recording.append(entry)
         return self._carry_out(saved, entry)
 
@@ -255,21 +261,37 @@ class ForwardPass:
         if guard is None or not saved.is_movable:
             return self._hold(saved.tensor, is_counted=is_counted)
         # What no table knows may be a further view.
-        known = None if is_planned and is_counted else guard.view(saved.tensor, self.queue, self.follower)
-        if is_counted and known is None:
-            assert saved.storage is not None
-            self.context.counters.kept_bytes += saved.storage.nbytes()
-            return guard.keep(saved.tensor, self.queue, self.follower, is_planned=is_planned)
-        return known or self._hold(saved.tensor, is_counted=False)
+        may_be_view = not (is_planned and is_counted)
+        return self._keep_spillable(
+            guard, saved.tensor, is_counted=is_counted, may_be_view=may_be_view, is_planned=is_planned
+        )
 
-    def _hold(self, tensor: torch.Tensor, *, is_counted: bool) -> Any:
+    def _keep_spillable(
+        self,
+        guard: Guard,
+        tensor: torch.Tensor,
+        *,
+        is_counted: bool,
+        may_be_view: bool,
+        is_planned: bool = True,
+        origin: TensorOrigin | None = None,
+    ) -> Any:
+        """`may_be_view`: of a storage that is kept already."""
+        on_open = self.follower if self.queue.has_distances else None
+        known = guard.view(tensor, self.queue, on_open) if may_be_view else None
+        if known is None and is_counted:
+            known = guard.keep(tensor, self.queue, on_open, is_planned=is_planned, origin=origin)
+            self.context.counters.kept_bytes += known.nbytes
+        return known or self._hold(tensor, is_counted=False, origin=origin)
+
+    def _hold(self, tensor: torch.Tensor, *, is_counted: bool, origin: TensorOrigin | None = None) -> Any:
         if self.weights is not None and not is_counted and (weight := self.weights.hold(tensor)) is not None:
             return weight
-        kept = Kept(tensor, self.follower if self.queue.has_distances else None)
+        kept = Kept(tensor, self.follower if self.queue.has_distances else None, None, origin)
         if is_counted:
             nbytes = tensor.untyped_storage().nbytes()
             self.context.counters.kept_bytes += nbytes
-            kept.bytes_of = self.context.ledger.hold(kept, nbytes)
+            kept.bytes_of = self.ledger.hold(kept, nbytes)
         return kept
 
     def _swap(self, saved: Saved, tier: str | None, distance: int | None, leave: int | None = None) -> Any:

@@ -1,10 +1,10 @@
 """The guard: when live bytes come near a limit, kept activations are swapped after all ("spilled").
 
-What: under `tide.set_limit(...)` a kept activation gets handles that can be turned into swapped ones later: `Group` is
-one storage at one version, `Spillable` one saved tensor that views it. When a tensor is saved, and at layer boundaries,
+What: under `tide.set_limit(...)` a kept activation gets a handle that can be turned into a swapped one later, a
+`Spillable`; the first of a storage knows its further views. When a tensor is saved, and at layer boundaries,
 the guard compares live bytes (model state plus the ledger of activations; on an accelerator, at layer boundaries, the
-allocator's own number) with the limit less a headroom of 1/50. Above that mark groups are spilled, earliest saved
-first, because backward needs those last: the group becomes a site of the scheduler, like any swapped one, and its
+allocator's own number) with the limit less a headroom of 1/50. Above that mark storages are spilled, earliest saved
+first, because backward needs those last: a storage becomes a site of the scheduler, like any swapped one, and its
 handles drop their tensors. A recomputed source whose recipe does not hold stays on the device; what the budget has no
 room for is spilled at once. Autograd holds the same handles before and after, and versions are checked as ever. If
 copies lag, compute waits: a stall, not an out-of-memory.
@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,9 +36,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.handle import Kept
-from lowtide.runtime.saved.stats import Counters, Ledger
+from lowtide.runtime.saved.stats import Counters, Ledger, Share
+from lowtide.tensors.kinds import is_movable
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import View, part_of
+from lowtide.tensors.view import Shape, TensorOrigin, View, modified_error, part_of
 from lowtide.units import format_bytes
 
 
@@ -58,77 +59,44 @@ class MaySpill(Protocol):
 _HEADROOM_SHARE = 50
 
 
-class Group:
-    """One kept storage at one version, for all handles that view it. They own it; its bytes are in the ledger."""
+class Spillable(Kept):
+    """A saved tensor that stays on the device until the guard needs the room.
+
+    The first one of a storage has its bytes in the ledger. Further views of that storage hold the first one, so that
+    the bytes are counted while any of them lives; when it is spilled, all let go.
+    """
 
     __slots__ = (
-        "__weakref__",
-        "handles",
+        "_num_readers",
+        "first",
         "nbytes",
-        "part",
         "queue",
         "scheduler",
         "sequence",
-        "share",
         "site",
-        "version",
-        "weak",
+        "spilled",
+        "view",
+        "views",
     )
 
-    def __init__(
-        self, tensor: torch.Tensor, scheduler: OffloadScheduler, ledger: Ledger, queue: PrefetchQueue, sequence: int
-    ) -> None:
-        storage = tensor.untyped_storage()
-        self.nbytes = storage.nbytes()
-        self.site: OffloadedStorage | None = None
-        self.share = ledger.hold(self, self.nbytes)
-        self.scheduler = scheduler
-        self.queue = queue
-        self.version = version_of(tensor)
-        self.part = part_of(tensor)
-        self.sequence = sequence
-        """Autograd's number of the operator that saved it last. No copy may start before that operator was launched."""
-        self.weak = StorageWeakRef(storage)
-        self.handles: list[weakref.ref[Spillable]] = []
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        return not self.weak.expired() and version_of(tensor) == self.version and part_of(tensor) == self.part
-
-    def spill(self) -> int:
-        """Start the storage's copy out. Returns the bytes that it will free. Call it under the scheduler's lock."""
-        handles = [handle for handle in (reference() for reference in self.handles) if handle is not None]
-        if not handles or any(version_of(handle.tensor) != handle.version for handle in handles):
-            return 0  # modified since it was saved: plain autograd will raise, and so must the handle
-        storage = handles[0].tensor.untyped_storage()
-        site = self.scheduler.find(storage, self.version, self.part)
-        if site is not None:
-            return 0  # it is swapped already, as another site
-        self.scheduler.ledger.change(self.share, 0)  # the site has them in the ledger from now on
-        # Distance 0: it is fetched when it is read. There is no room for it before.
-        self.site = site = self.scheduler.enroll(self.queue, storage, self.version, 0, self.part)
-        site.num_readers = sum(handle.num_readers for handle in handles)
-        site.last_use = self.sequence
-        for handle in handles:
-            handle.let_go()
-        del storage
-        self.scheduler.start_offload(site, None)
-        return self.nbytes if site.copy.slot is not None else 0
-
-
-class Spillable(Kept):
-    """A saved tensor that stays on the device until the guard needs the room."""
-
-    __slots__ = ("_num_readers", "group", "view")
-
-    def __init__(self, tensor: torch.Tensor, group: Group, on_open: Callable[[], None]) -> None:
-        super().__init__(tensor, on_open, group)
-        self.group = group
-        self.view: View | None = None
-        self._num_readers = 1
-        group.handles.append(weakref.ref(self))
-        if group.site is not None:
-            group.site.num_readers += 1
-            self.let_go()
+    first: Spillable | None
+    """None: it is the first itself."""
+    scheduler: OffloadScheduler
+    nbytes: int
+    """Of the whole storage."""
+    queue: PrefetchQueue
+    """Of spilled sites, in this forward pass."""
+    sequence: int
+    """Autograd's number of the operator that saved it last. No copy may start before that operator was launched."""
+    site: OffloadedStorage | None
+    """Where it was spilled to."""
+    spilled: tuple[StorageWeakRef, int, Shape | None] | None
+    """The storage that was spilled, at which version, and which part of it."""
+    view: View | None
+    """How it looks at the storage, once it has let go."""
+    _num_readers: int
+    views: list[weakref.ref[Spillable]] | None
+    """The further views, if it is the first."""
 
     @property
     def num_readers(self) -> int:
@@ -137,33 +105,87 @@ class Spillable(Kept):
 
     @num_readers.setter
     def num_readers(self, count: int) -> None:
-        if self.group.site is not None:
-            self.group.site.num_readers += count - self._num_readers
+        site = (self.first or self).site
+        if site is not None:
+            site.num_readers += count - self._num_readers
         self._num_readers = count
 
     def is_intact(self) -> bool:
         return version_of(self.tensor if self.view is None else self.view.alias) == self.version
 
     def read(self) -> torch.UntypedStorage:
-        with self.group.scheduler.lock:
+        with self.scheduler.lock:
             if self.view is None:
                 return self.tensor.untyped_storage()
-            assert self.group.site is not None
-            return self.group.site.read()
+            site = (self.first or self).site
+            assert site is not None
+            return site.read()
+
+    def open(self) -> torch.Tensor:
+        # No lock: as long as nobody has let go, this tensor is right, and its storage stays while it is read.
+        try:
+            tensor = self.tensor
+        except AttributeError:
+            pass
+        else:
+            if self.on_open is not None:
+                self.on_open()
+            if version_of(tensor) != self.version:
+                raise modified_error(tensor, tensor.size(), version_of(tensor), self.version, self.origin)
+            return tensor
+        with self.scheduler.lock:
+            assert self.view is not None
+            if self.on_open is not None:
+                self.on_open()
+            self.view.check()
+            return self.view.over(self.read())
+
+    # -- of the first one of a storage ---------------------------------------------------------------------------------
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` shows the bytes that were spilled."""
+        assert self.spilled is not None
+        return not self.spilled[0].expired() and self.spilled[1:] == (version_of(tensor), part_of(tensor))
+
+    def add(self, further: Spillable) -> None:
+        """A further view of the storage."""
+        further.first = self
+        self.views = self.views or []
+        self.views.append(weakref.ref(further))
+        if self.site is not None:
+            self.site.num_readers += 1
+            further.let_go()
 
     def let_go(self) -> None:
-        """Drop the tensor. From now on it is read from the group's site."""
+        """Drop the tensor. From now on it is read from the site."""
         self.view = View(self.tensor, self.version, self.origin)
         del self.tensor
 
-    def open(self) -> torch.Tensor:
-        with self.group.scheduler.lock:
-            if self.view is None:
-                return super().open()
-            assert self.on_open is not None
-            self.on_open()
-            self.view.check()
-            return self.view.over(self.read())
+    def spill(self) -> int:
+        """Start the storage's copy out. Returns the bytes that it will free. Call it under the scheduler's lock."""
+        scheduler, tensor = self.scheduler, self.tensor
+        handles = [self, *(handle for weak in self.views or () if (handle := weak()) is not None)]
+        if any(version_of(handle.tensor) != handle.version for handle in handles):
+            return 0  # modified since it was saved: plain autograd will raise, and so must the handle
+        if not all(is_movable(handle.tensor, scheduler.engine.device) for handle in handles):
+            return 0
+        storage, part = tensor.untyped_storage(), part_of(tensor)
+        if len({storage_key(handle.tensor.untyped_storage()) for handle in handles}) > 1:
+            return 0  # the data of one was exchanged since
+        if scheduler.find(storage, self.version, part) is not None:
+            return 0  # it is swapped already, as another site
+        assert isinstance(self.bytes_of, Share)
+        scheduler.ledger.change(self.bytes_of, 0)  # the site has them in the ledger from now on
+        # Distance 0: it is fetched when it is read. There is no room for it before.
+        self.site = site = scheduler.enroll(self.queue, storage, self.version, 0, part)
+        self.spilled = StorageWeakRef(storage), self.version, part
+        site.num_readers = sum(handle.num_readers for handle in handles)
+        site.last_use = self.sequence
+        for handle in handles:
+            handle.let_go()
+        del storage, tensor
+        scheduler.start_offload(site, None)
+        return self.nbytes if site.copy.slot is not None else 0
 
 
 class Guard:
@@ -200,46 +222,84 @@ class Guard:
         self.num_extra_calls = 0
         """Calls of layers that no plan knew, so far."""
         self._scheduler = scheduler
+        engine = scheduler.engine
+        self._note_stream = None if engine.device_type == "cpu" else engine.compute_stream
         self._counters = counters
         self._ledger = ledger
         self._min_bytes = min_bytes
         self._state_bytes = state_bytes
         self._model_bytes = state_bytes()
-        self._groups: dict[int, weakref.ref[Group]] = {}
-        self._candidates: deque[weakref.ref[Group | MaySpill]] = deque()
+        self._beside_bytes = 0
+        self._room_bytes = 0
+        """What activations may take before the mark is passed."""
+        self._kept: dict[int, weakref.ref[Spillable]] = {}
+        """The first handle of each storage that is kept, by the storage's key."""
+        self._candidates: deque[weakref.ref[Spillable | MaySpill]] = deque()
         self._queues: tuple[PrefetchQueue, PrefetchQueue] | None = None
 
     def begin(self) -> None:
         """A forward pass begins: gradients or optimizer state may have come or gone."""
         self._model_bytes = self._state_bytes()
         self._candidates = deque(reference for reference in self._candidates if reference() is not None)
-        self._groups = {key: reference for key, reference in self._groups.items() if reference() is not None}
+        self._kept = {key: reference for key, reference in self._kept.items() if reference() is not None}
+        self._look_around()
         self._unplanned_bytes = 0
         self._owed.clear()
         if self._ledger.now_bytes == 0:
             self._is_longer = False
             self._scheduler.most_ahead_bytes = None
 
+    def _look_around(self) -> None:
+        self._beside_bytes = self.beside_bytes()
+        self._room_bytes = self._high_bytes - self._model_bytes - self._beside_bytes
+
     def keep(
-        self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None], *, is_planned: bool = True
+        self,
+        tensor: torch.Tensor,
+        queue: PrefetchQueue,
+        on_open: Callable[[], None] | None,
+        *,
+        is_planned: bool = True,
+        origin: TensorOrigin | None = None,
     ) -> Spillable:
-        """The handle on a storage that is kept for the first time in this forward pass. May spill other groups.
-        `is_planned`: the plan keeps it."""
-        group = self._add_group(tensor, queue)
-        handle = Spillable(tensor, group, on_open)
-        if not is_planned and group.nbytes >= self._min_bytes:
-            self._note_longer()
-        self.check()
+        """The handle on a storage that is kept for the first time in this forward pass. May spill others.
+        `is_planned`: the plan keeps it. `origin`: as in `Kept`.
+
+        This runs for each kept tensor of a step that goes as planned: what only spilling needs is found out then.
+        """
+        if self._note_stream is not None:
+            self._note_stream()  # a copy that begins on another stream must wait for this one too
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        handle = self._handle(tensor, nbytes, queue, on_open, origin)
+        handle.bytes_of = self._ledger.hold(handle, nbytes)
+        reference: weakref.ref[Any] = weakref.ref(handle)
+        self._kept[storage_key(storage)] = reference
+        if nbytes >= self._min_bytes:
+            self._candidates.append(reference)
+            if not is_planned:
+                self._note_longer()
+        if self._owed or self._is_longer or self._ledger.now_bytes > self._room_bytes:
+            self.check()
         return handle
 
-    def _add_group(self, tensor: torch.Tensor, queue: PrefetchQueue) -> Group:
-        self._scheduler.engine.compute_stream()  # a copy that begins on another stream must wait for this one too
-        group = Group(tensor, self._scheduler, self._ledger, self._spill_queue(queue), next_sequence_number())
-        self._groups[storage_key(tensor.untyped_storage())] = weakref.ref(group)
-        if group.nbytes >= self._min_bytes:
-            reference: weakref.ref[Group | MaySpill] = weakref.ref(group)
-            self._candidates.append(reference)
-        return group
+    def _handle(
+        self,
+        tensor: torch.Tensor,
+        nbytes: int,
+        queue: PrefetchQueue,
+        on_open: Callable[[], None] | None,
+        origin: TensorOrigin | None,
+    ) -> Spillable:
+        handle = Spillable(tensor, on_open, None, origin)
+        handle.scheduler = self._scheduler  # not the guard: a graph must not hold the model
+        handle.first = handle.site = handle.spilled = handle.view = handle.views = None
+        handle.nbytes = nbytes
+        queues = self._queues
+        handle.queue = queues[1] if queues is not None and queues[0] is queue else self._spill_queue(queue)
+        handle.sequence = next_sequence_number()
+        handle._num_readers = 1
+        return handle
 
     def enter(self, layer: str, call: int) -> None:
         """A layer begins, which has run `call` times before in this forward pass. May spill."""
@@ -268,16 +328,18 @@ class Guard:
             self._unplanned_bytes += source.nbytes
             self._owed.append((weakref.ref(source), source.nbytes))
 
-    def view(self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None]) -> Spillable | None:
-        """A further handle on a storage that has a group already; None if it has none."""
-        reference = self._groups.get(storage_key(tensor.untyped_storage()))
-        group = reference() if reference is not None else None
-        if group is None or group.weak.expired():
+    def view(self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None] | None) -> Spillable | None:
+        """A further handle on a storage that is kept already; None if it is not."""
+        reference = self._kept.get(storage_key(tensor.untyped_storage()))
+        first = reference() if reference is not None else None
+        if first is None or (first.spilled is not None and first.spilled[0].expired()):
             return None
-        if group.site is not None and not group.is_of(tensor):
-            group = self._add_group(tensor, queue)  # written since the storage was sent away: it is here again
-        group.sequence = next_sequence_number()
-        return Spillable(tensor, group, on_open)
+        if first.spilled is not None and not first.is_of(tensor):
+            return self.keep(tensor, queue, on_open)  # written since the storage was sent away: it is here again
+        first.sequence = next_sequence_number()
+        further = self._handle(tensor, first.nbytes, queue, on_open, None)
+        first.add(further)
+        return further
 
     def _spill_queue(self, queue: PrefetchQueue) -> PrefetchQueue:
         # Spilled sites have a queue of their own in each pass: they are in it in the order of saving, and backward
@@ -289,7 +351,8 @@ class Guard:
     def check(self, device: torch.device | None = None) -> None:
         """Spill until live bytes are below the mark. `device`: on an accelerator, its allocator's number counts."""
         self._pay()
-        live_bytes = self._model_bytes + self.beside_bytes() + self._ledger.now_bytes
+        self._look_around()
+        live_bytes = self._model_bytes + self._beside_bytes + self._ledger.now_bytes
         if device is not None and device.type != "cpu":
             live_bytes = self._scheduler.engine.device_bytes() or live_bytes
         excess_bytes = live_bytes - self._high_bytes
@@ -297,7 +360,7 @@ class Guard:
             self._note_longer()
         if self._is_longer:
             assert self._longer_bytes is not None
-            excess_bytes = max(excess_bytes, self.beside_bytes() + self._ledger.now_bytes - self._longer_bytes)
+            excess_bytes = max(excess_bytes, self._beside_bytes + self._ledger.now_bytes - self._longer_bytes)
         if excess_bytes <= 0:
             return
         with self._scheduler.lock, disable_current_modes():
@@ -358,11 +421,11 @@ class Guard:
         # Copies that are running will free some bytes: spill only what is missing beyond those, then wait for them.
         missing_bytes = excess_bytes - self._scheduler.leaving_bytes
         while missing_bytes > 0 and self._candidates:
-            group = self._candidates[0]()
-            if group is not None and group.sequence == sequence:
+            handle = self._candidates[0]()
+            if handle is not None and handle.sequence == sequence:
                 break  # saved by the operator that is running now
             self._candidates.popleft()
-            spilled_bytes = group.spill() if group is not None and group.site is None else 0
+            spilled_bytes = handle.spill() if handle is not None and handle.site is None else 0
             if spilled_bytes:
                 self._counters.num_spills += 1
                 self._counters.spilled_bytes += spilled_bytes

@@ -55,11 +55,16 @@ class Kept:
     __slots__ = ("__weakref__", "bytes_of", "on_open", "origin", "tensor", "version")
 
     def __init__(
-        self, tensor: torch.Tensor, on_open: Callable[[], None] | None = None, bytes_of: object = None
+        self,
+        tensor: torch.Tensor,
+        on_open: Callable[[], None] | None = None,
+        bytes_of: object = None,
+        origin: TensorOrigin | None = None,
     ) -> None:
+        """`origin`: where the tensor came from, if that is known already."""
         grad_fn = tensor.grad_fn
         self.version = version_of(tensor)
-        self.origin = TensorOrigin(type(grad_fn), tensor.output_nr, is_view(tensor))
+        self.origin = origin or TensorOrigin(type(grad_fn), tensor.output_nr, is_view(tensor))
         self.tensor = tensor if grad_fn is None else tensor.detach()
         self.on_open = on_open
         self.bytes_of = bytes_of

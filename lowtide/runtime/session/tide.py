@@ -42,6 +42,7 @@ from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.wrap import PlannedForwards, rules_about_ops
 from lowtide.tensors.fsdp import local_part
+from lowtide.tensors.kinds import PLAIN_TYPES, tensors_of
 from lowtide.tensors.live_bytes import optimizer_tensors
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import storage_key
@@ -326,16 +327,17 @@ class Tide:
 
     def _model_state_bytes(self) -> int:
         """Parameters, buffers, gradients and optimizer state: unique dense storages on this engine's device."""
-        tensors: list[Any] = [*self.model.parameters(), *self.model.buffers()]
-        tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        tensors: list[Any] = tensors_of(self.model)
+        tensors += [grad for tensor in tensors if tensor.is_leaf and (grad := tensor.grad) is not None]
         if self._optimizer is not None:
             tensors += optimizer_tensors(self._optimizer)
-        local_parts = [local_part(tensor) for tensor in tensors]
-        storages = {
-            storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
-            for tensor in local_parts
-            if tensor.layout is torch.strided and tensor.device.type == self.engine.device_type
-        }
+        device_type = self.engine.device_type
+        storages = {}
+        for tensor in tensors:
+            part = tensor if type(tensor) in PLAIN_TYPES else local_part(tensor)
+            if part.layout is torch.strided and part.device.type == device_type:
+                storage = part.untyped_storage()
+                storages[storage_key(storage)] = storage.nbytes()
         return sum(storages.values())
 
     # -- out of memory ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
-from lowtide.runtime.offload.spill import Group
+from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.saved.stats import Counters, Ledger
 from tests.support.virtual_engine import VirtualEngine
 
@@ -37,9 +37,13 @@ def test_a_spilled_part_with_a_counter_of_its_own_is_not_another_part() -> None:
     """Both halves are of one storage and at version 0: what was spilled for the one may be older than the other."""
     whole = torch.ones(4, 8)
     one, other = whole.unsafe_chunk(2, 1)
-    ledger = Ledger()
-    group = Group(one, OffloadScheduler(VirtualEngine(0), Counters(), ledger), ledger, PrefetchQueue(), 0)
-    assert group.is_of(one) and group.is_of(one[:1])  # a view of that half has its counter
-    assert not group.is_of(other) and not group.is_of(whole)
+    counters, ledger = Counters(), Ledger()
+    scheduler = OffloadScheduler(VirtualEngine(0), counters, ledger)
+    guard = Guard(2**20, scheduler=scheduler, counters=counters, ledger=ledger, min_bytes=0, state_bytes=int)
+    handle = guard.keep(one, PrefetchQueue(), None)
+    with scheduler.lock:
+        assert handle.spill() == whole.untyped_storage().nbytes()
+    assert handle.is_of(one) and handle.is_of(one[:1])  # a view of that half has its counter
+    assert not handle.is_of(other) and not handle.is_of(whole)
     one.add_(1)
-    assert not group.is_of(one)
+    assert not handle.is_of(one)
