@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
+from lowtide.runtime.offload.spill import Guard
+from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.runtime.session.tide import Tide
 from tests.support import zoo
 from tests.support.grid import in_turn
@@ -341,3 +344,52 @@ def test_where_there_is_no_room_to_send_anything_the_step_says_what_it_takes() -
         model(x, Choice(2)).backward()
     assert tide.stats is not None and tide.stats.num_over_limit
     tide.remove()
+
+
+class _Two(nn.Module):
+    """Two losses of one activation: the first saves it, the second a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.layer(x)
+        return made.square().sum(), made.t().cos().sum()
+
+
+@pytest.mark.parametrize("limit_bytes", [2**30, 0])
+def test_bytes_are_counted_as_long_as_any_view_of_a_storage_is_saved(limit_bytes: int) -> None:
+    """The first handle of a storage counts them, and its node may die before those of further views."""
+    torch.manual_seed(SEED)
+    model, twin = _Two(), _Two()
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(ROWS, 32)
+    twin(x)[1].backward()
+    with _apply(model, limit_bytes) as tide:
+        first, second = model(x)
+        held_bytes = tide._ledger.now_bytes
+        assert limit_bytes == 0 or held_bytes >= SITE
+        del first
+        gc.collect()
+        assert tide._ledger.now_bytes == held_bytes
+        second.backward()
+        del second
+        gc.collect()
+        tide.settle()
+        assert tide._ledger.now_bytes == 0
+    assert zoo.same_bits(model.layer.weight.grad, twin.layer.weight.grad)
+
+
+def test_what_had_its_data_exchanged_is_not_spilled() -> None:
+    counters, ledger = Counters(), Ledger()
+    scheduler = OffloadScheduler(VirtualEngine(SEED), counters, ledger)
+    guard = Guard(2**30, scheduler=scheduler, counters=counters, ledger=ledger, min_bytes=0, state_bytes=int)
+    queue, leaf = PrefetchQueue(), torch.ones(8, 8)
+    handle = guard.keep(leaf, queue, None)
+    further = guard.view(leaf[2:], queue, None)
+    assert further is not None and further.first is handle
+    leaf.data = torch.zeros(8, 8)
+    with scheduler.lock:
+        handle.spill()
+    assert zoo.same_bits(further.open(), torch.ones(6, 8))

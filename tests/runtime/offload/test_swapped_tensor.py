@@ -1,4 +1,4 @@
-"""How long the way of a swapped tensor is, from the moment that autograd saves it until it is opened.
+"""How long the way of a tensor is, swapped or kept, from the moment that autograd saves it until it is opened.
 
 Counted with `sys.setprofile`: calls of Python functions of the package, and the files they stand in, on the host
 engine. The tensor in the middle stands for all: what starts the copies of others (the first one opened) has more.
@@ -73,3 +73,23 @@ def test_a_swapped_tensor_takes_a_short_way(memory: str, tmp_path: Path) -> None
     saved, opened = (counted.middle(start) for start in STARTS)
     assert len(saved) + len(opened) <= MOST_CALLS
     assert len({*saved, *opened}) <= MOST_FILES
+
+
+@pytest.mark.parametrize(("limit_bytes", "most_calls"), [(None, 6), (2**40, 8)])
+def test_a_kept_tensor_takes_a_shorter_one(limit_bytes: int | None, most_calls: int) -> None:
+    """Most tensors of a planned step are kept, and the budget's guard watches them."""
+    model, x = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]), torch.randn(32, 64)
+    counted = Counted()
+    with lowtide.apply(model, {"min_bytes": 1}, engine="host") as tide:
+        tide.set_limit(limit_bytes)
+        for _ in range(3):
+            model(x).sum().backward()
+        sys.setprofile(counted)
+        try:
+            model(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+    calls = sum(len(files) for name, files in counted.ways if name in STARTS)
+    num_saved = sum(name == STARTS[0] for name, _ in counted.ways)
+    assert num_saved >= 17
+    assert calls / num_saved <= most_calls
