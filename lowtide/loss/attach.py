@@ -149,7 +149,7 @@ class SlicedLoss:
         def plain(logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
             return self._plain(logits=logits, labels=labels, vocab_size=num_words, **more)
 
-        items = {"num_items_in_batch": 7}
+        items: dict[str, Any] = {"num_items_in_batch": 7}
         pairs = [(sliced, plain), (functools.partial(sliced, **items), functools.partial(plain, **items))]
         return keeps_bits("memory.loss: the loss", pairs, device, dtype, num_words)
 

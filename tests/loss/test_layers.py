@@ -184,7 +184,8 @@ def test_no_budget_changes_a_bit() -> None:
 def test_random_draws_have_the_bits_of_the_declared_rows_alone(seed: int) -> None:
     draw = random.Random(seed)
     name, dtype = draw.choice(NAMES), draw.choice([torch.float32, torch.bfloat16])
-    asked: dict[str, Any] = {"rows": draw.randrange(16, 256)}
+    num_rows = draw.randrange(16, 256)
+    asked: dict[str, Any] = {"mlp": {"rows": num_rows}} if draw.random() < 0.25 else {"rows": num_rows}
     asked |= draw.choice([{}, {"loss": "plain"}, {"loss": {"rows": draw.randrange(16, 256)}}])
     batches, results = _tokens(), []
     for is_bare in (True, False):

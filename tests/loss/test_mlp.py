@@ -1,10 +1,9 @@
-"""MLPs in declared blocks: the bits of the declared sum, whatever else is chosen."""
+"""MLPs in declared blocks: the bits of the declared sum. The mechanism is that of layers, with the draws of
+test_layers.py."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
 from typing import Any
 
 import pytest
@@ -108,56 +107,17 @@ def _declared_step(model: Any, batch: dict[str, Tensor], rows: int) -> dict[str,
 
 
 @pytest.mark.parametrize("fates", ["nothing", *FATES])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gemma2-softcap"])
-def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
-    model, (batch, _) = MODELS[name](), _tokens()
+def test_no_plan_changes_a_bit(fates: str) -> None:
+    model, (batch, _) = MODELS["llama"](), _tokens()
     want = _declared_step(model, batch, 100)
     memory: dict[str, Any] = {"mlp": {"rows": 100}, **({} if fates == "nothing" else FATES[fates])}
     with lowtide.apply(model, memory, engine=virtual(3)) as tide:
-        assert tide.plan.mlp_rows == 100
+        assert tide.plan.mlp_rows == 100 and lowtide.Plan.from_json(tide.plan.to_json()) == tide.plan
+        assert "mlp: in blocks of 100 rows, as declared" in str(tide.plan)
         assert fates == "both" or block_rows_of(model, MLPS) == 100  # there an MLP that runs again stands around it
         for _ in range(2):
             _assert_same_steps(want, _step(model, batch))
     assert block_rows_of(model, MLPS) is None and not any("forward" in vars(module) for module in model.modules())
-
-
-def test_no_budget_changes_a_bit() -> None:
-    model, (batch, _) = MODELS["llama"](), _tokens()
-    want = _declared_step(model, batch, 100)
-    for budget in ("600KiB", "10MiB"):
-        memory = {"min_bytes": 0, "mlp": {"rows": 100}, "loss": "plain"}
-        with lowtide.optimize(model, budget=budget, memory=memory, engine=virtual(3)) as tide:
-            for _ in range(3):
-                _assert_same_steps(want, _step(model, batch))
-            assert tide.plan is not None and tide.plan.mlp_rows == 100
-            assert "mlp: in blocks of 100 rows, as declared" in str(tide.plan)
-            assert lowtide.Plan.from_json(tide.plan.to_json()) == tide.plan
-
-
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(3, 1000))]
-)
-def test_random_draws_have_the_bits_of_the_declared_rows_alone(seed: int) -> None:
-    draw = random.Random(seed)
-    name = draw.choice(["llama", "llama-tied", "qwen2", "mistral", "gemma2-softcap", "granite-scaled"])
-    dtype = draw.choice([torch.float32, torch.bfloat16])
-    declared_rows = {
-        key: {"rows": draw.randrange(16, 256)} for key in draw.choice([("loss",), ("mlp",), ("loss", "mlp")])
-    }
-    batches, results = _tokens(), []
-    for is_bare in (True, False):
-        model = MODELS[name]().to(dtype)
-        more = {} if is_bare else {"min_bytes": 0, **draw.choice([*FATES.values()])}
-        engine = draw.choice([virtual(seed), "host"])
-        with contextlib.ExitStack() as stack:
-            if is_bare or draw.random() < 0.5:
-                stack.enter_context(lowtide.apply(model, {**declared_rows, **more}, engine=engine))
-            else:
-                budget, memory = f"{draw.randrange(400, 3000)}KiB", {"min_bytes": 0, **declared_rows}
-                stack.enter_context(lowtide.optimize(model, budget=budget, memory=memory, engine=engine))
-            results.append([_step(model, batch) for batch in (*batches, batches[0])])
-    for bare, other in zip(*results, strict=True):
-        _assert_same_steps(bare, other)
 
 
 def test_one_block_is_the_plain_step() -> None:
@@ -165,15 +125,6 @@ def test_one_block_is_the_plain_step() -> None:
     want = _step(model, batch)
     with lowtide.apply(model, {"mlp": {"rows": 256}}):
         _assert_same_steps(want, _step(model, batch))
-
-
-def test_a_plan_without_a_device_sees_that_wide_tensors_are_gone() -> None:
-    model, (batch, _) = MODELS["llama"](), _tokens()
-    how: dict[str, Any] = {"budget": "1GiB", "hardware": "h200"}
-    whole, blocks = (lowtide.plan(model, batch, memory=memory, **how) for memory in ({}, {"mlp": {"rows": 64}}))
-    assert whole.predicted is not None and blocks.predicted is not None
-    assert whole.digest() != blocks.digest() and blocks.mlp_rows == 64
-    assert blocks.predicted.plain_peak_bytes < whole.predicted.plain_peak_bytes
 
 
 def test_a_copy_of_the_model_has_its_own_forward() -> None:

@@ -39,7 +39,7 @@ def _spilled(
         stats = tide.stats
         gc.collect()
         tide.settle()
-        assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
+        assert (tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes) == (0, 0)
         assert (tide.stats.host_bytes, tide.stats.disk_bytes) == (0, 0)
         assert getattr(tide.engine, "violations", []) == []
     return result, stats
@@ -108,9 +108,9 @@ def test_the_peak_stays_below_the_limit_and_what_was_saved_first_goes_first(num_
     limit = int(num_sites * SITE * 1.02) + state // 25
     with _apply(model, limit) as tide:
         loss = model(x).square().sum()
-        assert tide._ledger.now_bytes <= num_sites * SITE
+        assert tide._scheduler.ledger.now_bytes <= num_sites * SITE
         # One beyond the mark is seen before it is sent.
-        assert tide._ledger.peak_bytes <= (num_sites + 1) * SITE
+        assert tide._scheduler.ledger.peak_bytes <= (num_sites + 1) * SITE
         assert tide.stats.num_spills == 8 - num_sites
         assert tide.stats.spilled_bytes == (8 - num_sites) * SITE
         assert tide.stats.num_over_limit == 0
@@ -180,7 +180,7 @@ def test_several_live_graphs_retained_ones_and_dropped_ones() -> None:
         gc.collect()
         tide.settle()
         assert tide.stats.num_spills > 20
-        assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
+        assert (tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes) == (0, 0)
         assert tide.engine.violations == []
     assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
