@@ -64,13 +64,13 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_077,
-    "files": 257,
-    "classes": 546,
-    "files that one other file imports": 39,
-    "classes with more than 15 attributes": 23,
+    "lines": 58_358,
+    "files": 251,
+    "classes": 536,
+    "files that one other file imports": 37,
+    "classes with more than 15 attributes": 20,
     "class names that several classes have": 14,
-    "parameters of a constructor": 9,
+    "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,
 }
 """What the package has at most. Write the new number here when one falls; the aims are 48,000 lines, 240 files, 430

@@ -89,7 +89,6 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "cross_entropy ignore_index": (lambda x: lowtide.cross_entropy(ROWS, LABELS, ignore_index=x), (20, -1)),
     "cross_entropy z_loss": (lambda x: lowtide.cross_entropy(ROWS, LABELS, z_loss=x), (20, 20.5)),
     "cross_entropy label_smoothing": (lambda x: lowtide.cross_entropy(ROWS, LABELS, label_smoothing=x), ()),
-    "cross_entropy group": (lambda x: lowtide.cross_entropy(ROWS, LABELS, group=x), ()),
     "cut model": (lambda x: cut(x, [range(1)]), ()),
     "Plan.from_json": (lowtide.Plan.from_json, ()),
     "Profile.from_json": (lowtide.Profile.from_json, ()),

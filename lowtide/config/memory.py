@@ -108,7 +108,7 @@ class MemoryConfig:
     that logits never exist whole; the weight's gradient is then the sum of the blocks' (loss/head.py)."""
     mlp: BlocksOfRows | None = None
     """MLPs in blocks of so many rows, so that nothing as wide as they are exists for all rows; the gradients of their
-    weights are then the sums of the blocks' (loss/mlp.py)."""
+    weights are then the sums of the blocks' (loss/layers.py)."""
     rows: int | None = None
     """The layers, and with them head and loss, in blocks of so many rows: all but attention itself (loss/layers.py).
     The gradients of all weights are then the sums of the blocks'."""

@@ -1,7 +1,6 @@
 """The loss over a vocabulary, in slices of rows, with the bits of the whole.
 
-Start at `cross_entropy.py`, the loss itself; `head.py` takes the head with it, in blocks. `self_test.py` asks whether
-this machine keeps its bits; `attach.py` puts it in place of the loss of a model of transformers; `checked.py` is for
-training loops of one's own.
+Start at `cross_entropy.py`, the loss itself; `head.py` takes the head with it, in blocks, and `layers.py` the layers.
+`attach.py` puts it in place of the loss of a model of transformers; `checked.py` is for training loops of one's own.
 May import: tensors, core, errors. Must not: change what a loss is; decide where memory goes.
 """

@@ -9,9 +9,6 @@ on which the self-test fails), and where the loss is so small that slices would 
 Which losses: transformers' own of causal and of masked language models. They upcast the logits, shift the labels
 (causal), and call `cross_entropy`. A self-test with the very function that is replaced also finds a version of
 transformers in which it means something else.
-Logits that are a DTensor with its words spread over ranks are taken in slices where the model's own loss would leave
-them there, under torch's `loss_parallel` (parallel.py); elsewhere the model's own function gathers them, and does so
-here too.
 With `rows`, a batch of more rows than one block has head and loss in blocks (head.py). The head is called all the same,
 with no rows, and gives logits of no rows, which the model scales as it does; from their graph is read what is done to
 logits before the loss. So the output's `logits` are empty then. Smaller batches, and steps without labels or without
@@ -22,9 +19,9 @@ Not covered: models that compute their loss without `loss_function` (bart, t5, w
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,12 +30,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.loss.cross_entropy import ROWS_STEP, name_of, saves_memory, sliced_cross_entropy
+from lowtide.loss.cross_entropy import ROWS_STEP, keeps_bits, saves_memory, sliced_cross_entropy
 from lowtide.loss.head import FORWARD, TANH, Step, head_cross_entropy, why_not_in_blocks
-from lowtide.loss.layers import LayersInBlocks, layer_rows_of
-from lowtide.loss.mlp import MlpsInBlocks, mlp_rows_of
-from lowtide.loss.parallel import are_words_spread, dtensor_cross_entropy
-from lowtide.loss.self_test import same_bits
+from lowtide.loss.layers import LAYERS, MLPS, InBlocks, block_rows_of
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     FakeTensor,
@@ -46,10 +40,9 @@ from lowtide.tensors.private import (
     forget_loss_function,
     has_loss_function,
     is_forward_mode,
-    is_loss_parallel,
     number_in_graph,
 )
-from lowtide.tensors.wrappers import inside, is_distributed
+from lowtide.tensors.wrappers import is_distributed
 
 _HOME = "transformers.loss.loss_utils"
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
@@ -98,12 +91,11 @@ class SlicedLoss:
         slice_rows: int | None = None,
         **more: Any,
     ) -> torch.Tensor:
-        loss_of_rows = dtensor_cross_entropy if is_distributed(logits) else sliced_cross_entropy
         # A part of the logits need not be contiguous; the plain loss gets a copy from its upcast.
         rows = logits.reshape(-1, vocab_size)
 
         def loss_of(target: torch.Tensor, **how: Any) -> torch.Tensor:
-            return loss_of_rows(rows, target.to(logits.device), slice_rows=slice_rows, **how)
+            return sliced_cross_entropy(rows, target.to(logits.device), slice_rows=slice_rows, **how)
 
         return self._loss_of(loss_of, labels, **more)
 
@@ -131,7 +123,7 @@ class SlicedLoss:
         return loss / num_items_in_batch
 
     def _is_worth(self, logits: torch.Tensor, vocab_size: int) -> bool:
-        return saves_memory(logits.numel() // vocab_size, inside(logits).shape[-1], torch.float32)
+        return saves_memory(logits.numel() // vocab_size, vocab_size, torch.float32)
 
     def _covers(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> bool:
         if isinstance(logits, FakeTensor):
@@ -139,8 +131,6 @@ class SlicedLoss:
             return True
         if not is_plain(labels) or labels.dtype != torch.int64:
             return False
-        if is_distributed(logits):
-            return is_loss_parallel() and are_words_spread(logits) and inside(logits).dtype.itemsize <= 4
         if not is_plain(logits):
             return False
         if are_transforms_active() or is_forward_mode():
@@ -153,23 +143,15 @@ class SlicedLoss:
         return self._keeps_bits[key]
 
     def _ask(self, device: torch.device, dtype: torch.dtype, num_words: int) -> bool:
-        for items in (None, 7):
-            more = {} if items is None else {"num_items_in_batch": items}
+        def sliced(logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+            return self._sliced(logits, labels, num_words, slice_rows=ROWS_STEP, **more)
 
-            def sliced(logits: torch.Tensor, labels: torch.Tensor, more: Any = more) -> torch.Tensor:
-                return self._sliced(logits, labels, num_words, slice_rows=ROWS_STEP, **more)
+        def plain(logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
+            return self._plain(logits=logits, labels=labels, vocab_size=num_words, **more)
 
-            def plain(logits: torch.Tensor, labels: torch.Tensor, more: Any = more) -> torch.Tensor:
-                return self._plain(logits=logits, labels=labels, vocab_size=num_words, **more)
-
-            if not same_bits(sliced, plain, device, dtype, num_words):
-                warnings.warn(
-                    f"lowtide: memory.loss: the loss stays plain: in slices it has other bits here (torch "
-                    f"{torch.__version__}, {device}, {name_of(dtype)}, {num_words} words)",
-                    stacklevel=2,
-                )
-                return False
-        return True
+        items: dict[str, Any] = {"num_items_in_batch": 7}
+        pairs = [(sliced, plain), (functools.partial(sliced, **items), functools.partial(plain, **items))]
+        return keeps_bits("memory.loss: the loss", pairs, device, dtype, num_words)
 
 
 class HeadInBlocks:
@@ -335,7 +317,7 @@ def _sliced_loss_of(model: nn.Module) -> SlicedLoss | None:
 class AttachedLoss:
     """What stands in a model for `memory.loss`, `memory.mlp` and `memory.rows`, until `remove()`."""
 
-    def __init__(self, loss: LossHandle | None, blocks: Sequence[MlpsInBlocks | LayersInBlocks]) -> None:
+    def __init__(self, loss: LossHandle | None, blocks: Sequence[InBlocks]) -> None:
         self.loss = loss
         self._blocks = blocks
 
@@ -376,11 +358,8 @@ def attach_where(
     cannot be. `mlp_rows`, `layer_rows`: MLPs, layers in blocks. None where that is nothing, and for what is in force
     already."""
     is_plain = not may or _sliced_loss_of(model) is not None or (not must and why_not(model))
-    blocks: list[MlpsInBlocks | LayersInBlocks] = []
-    if mlp_rows is not None and mlp_rows_of(model) is None:
-        blocks.append(MlpsInBlocks(model, mlp_rows))
-    if layer_rows is not None and layer_rows_of(model) is None:
-        blocks.append(LayersInBlocks(model, layer_rows))
+    asked = ((MLPS, mlp_rows), (LAYERS, layer_rows))
+    blocks = [InBlocks(model, n, kind) for kind, n in asked if n is not None and block_rows_of(model, kind) is None]
     try:
         loss = None if is_plain else attach(model, rows)
     except ConfigError:

@@ -12,7 +12,7 @@ What is cut: only what works row by row, which is the upcast, the log-softmax, a
   slices, added up, would round in another way.
 
 Why slices are multiples of 64 rows: kernels of CUDA shift their work on a row by its address modulo 16 bytes, so a row
-must lie as it does in the whole. `self_test.py` asks the machine at hand whether that is enough.
+must lie as it does in the whole. `same_bits` asks the machine at hand whether that is enough.
 
 Why it is safe: the backward pass reads the logits again, where the plain loss has its own copy of what it needs. So a
 write to the logits between loss and backward is refused by name, and so is a second derivative, which would have to go
@@ -23,15 +23,18 @@ written where it belongs (docs/decisions/0087-one-set-of-buffers-for-all-slices.
 
 Cost: the log-softmax is computed once more in the backward pass, one pass over the logits. On a CPU 0.4 to 1.25 of the
 processor time of the plain loss, which makes large tensors that this one does not make.
-Not covered: weights of classes, targets that are probabilities, more dimensions than rows and words, double backward;
-writes to the logits through `.data`, which no version counts; the gradient written over the logits, which would save
-2 N V more (docs/decisions/0025-the-sliced-loss.md).
+Not covered: weights of classes, label smoothing and z-loss (sums over the words of a row, which an accelerator cuts by
+how many rows there are), targets that are probabilities, more dimensions than rows and words, double backward; writes
+to the logits through `.data`, which no version counts; the gradient written over the logits, which would save 2 N V
+more (docs/decisions/0025-the-sliced-loss.md).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,20 +59,14 @@ _FEWEST_SLICES = 4
 """With fewer, those that are alive at once are as large as what they save."""
 
 
-Rows = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""Of each row: the log-probability of its word, and if asked the sum of those of all words, and the logarithm of the
-sum of exponentials."""
-
-
 @dataclass(frozen=True, slots=True)
 class Slicing:
+    """How rows are taken."""
+
     dtype: torch.dtype
     """Of the log-probabilities."""
     num_rows: int
-    has_total: bool
-    """Whether the sum of a row's log-probabilities is asked for too."""
-    has_log_sum: bool
-    """Whether the logarithm of a row's sum of exponentials is."""
+    """At a time."""
 
 
 def sliced_cross_entropy(
@@ -78,22 +75,18 @@ def sliced_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     upcast: bool = False,
     slice_rows: int | None = None,
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy(logits, target, ...)`, the loss and the gradient of `logits` to the bit.
 
     logits: `[rows, words]`, floating point. target: `[rows]`, int64, word numbers or `ignore_index`.
-    `z_loss`: so many times the `square_of_log_sums` is added, as `whole_cross_entropy` does.
     `upcast`: `cross_entropy(logits.float(), ...)` without the copy. Under autocast, which does so itself, it is on.
     `slice_rows`: rows at a time, a multiple of 64; absent, chosen by `rows_of_slice`.
     Raises `ConfigError` for shapes and types that it does not cover, and IndexError as torch does for a target that is
     no word (on the CPU; elsewhere the device says so).
     """
     check(logits, target, reduction, slice_rows)
-    check_factors(label_smoothing, z_loss)
     if torch.is_autocast_enabled(logits.device.type):
         upcast = True
     dtype = torch.float32 if upcast and logits.dtype.itemsize < 4 else logits.dtype
@@ -101,60 +94,30 @@ def sliced_cross_entropy(
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
     check_names(words, logits.shape[1])
-    is_cast = dtype != logits.dtype
-    slicing = Slicing(dtype, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss) and is_cast)
-    picked, total, log_sum = _OfRows.apply(logits, words, slicing)
-    if z_loss and not is_cast:
-        # Autograd adds up the gradients of all that reads the same logits in its own order, and what reads them after
-        # this loss comes before both of its parts. An upcast copy is read by these two alone.
-        log_sum = _LogSum.apply(logits, num_rows)
-    return loss_of_rows(
-        (picked, total, log_sum),
-        is_ignored,
-        num_words=logits.shape[1],
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    picked = _OfRows.apply(logits, words, Slicing(dtype, num_rows))
+    return loss_of_rows(picked, is_ignored, reduction)
 
 
-def loss_of_rows(
-    made: Rows, is_ignored: torch.Tensor, *, num_words: int, reduction: str, label_smoothing: float, z_loss: float
-) -> torch.Tensor:
-    """The loss from what there is of each row, by the operators that the whole would use: all on vectors of rows."""
-    picked, total, log_sum = made
+def loss_of_rows(picked: torch.Tensor, is_ignored: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The loss from the log-probability of each row's word, by the operator that the whole would use."""
     only_word = torch.zeros_like(is_ignored, dtype=torch.int64).masked_fill(is_ignored, _IGNORED)  # each row has one, 0
-    loss = F.nll_loss(picked[:, None], only_word, ignore_index=_IGNORED, reduction=reduction)
-    if label_smoothing:
-        assert total is not None
-        smooth = _reduced((-total).masked_fill(is_ignored, 0.0), is_ignored, reduction)
-        loss = (1 - label_smoothing) * loss + smooth * (label_smoothing / num_words)
-    if not z_loss:
-        return loss
-    assert log_sum is not None
-    return loss + z_loss * square_of_log_sums(log_sum, is_ignored, reduction)
+    return F.nll_loss(picked[:, None], only_word, ignore_index=_IGNORED, reduction=reduction)
 
 
 def whole_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int, reduction: str, z_loss: float = 0.0, **more: Any
 ) -> torch.Tensor:
-    """What `sliced_cross_entropy` is to the bit, of the whole. `more`: what else torch's own takes."""
+    """torch's own loss of the whole. `more`: what else that takes. `z_loss`: so many times the square of the logarithm
+    of each row's sum of exponentials is added, which a z-loss keeps small (Chowdhery et al., PaLM, 2022, section 5),
+    over the rows that are not ignored."""
     loss = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction, **more)
     if not z_loss:
         return loss
-    return loss + z_loss * square_of_log_sums(torch.logsumexp(logits, 1), target == ignore_index, reduction)
-
-
-def square_of_log_sums(log_sum: torch.Tensor, is_ignored: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The square of the logarithm of each row's sum of exponentials, which a z-loss keeps small (Chowdhery et al.,
-    PaLM, 2022, section 5), over the rows that are not ignored."""
-    return _reduced(log_sum.square().masked_fill(is_ignored, 0.0), is_ignored, reduction)
-
-
-def _reduced(rows: torch.Tensor, is_ignored: torch.Tensor, reduction: str) -> torch.Tensor:
+    is_ignored = target == ignore_index
+    squares = torch.logsumexp(logits, 1).square().masked_fill(is_ignored, 0.0)
     if reduction == "mean":
-        return rows.sum() / is_ignored.logical_not().sum()
-    return rows.sum() if reduction == "sum" else rows
+        squares = squares.sum() / is_ignored.logical_not().sum()
+    return loss + z_loss * (squares.sum() if reduction == "sum" else squares)
 
 
 def rows_of_slice(num_rows: int, num_words: int, dtype: torch.dtype) -> int:
@@ -187,14 +150,6 @@ def check(logits: torch.Tensor, target: torch.Tensor, reduction: str, slice_rows
         raise ConfigError(f"lowtide.cross_entropy: slice_rows must be a multiple of {ROWS_STEP}, not {slice_rows}")
 
 
-def check_factors(label_smoothing: float, z_loss: float) -> None:
-    """Raises `ConfigError` for factors that are none."""
-    if not 0 <= label_smoothing <= 1:
-        raise ConfigError(f"lowtide.cross_entropy: label_smoothing must be between 0 and 1, not {label_smoothing}")
-    if not 0 <= z_loss < float("inf"):
-        raise ConfigError(f"lowtide.cross_entropy: z_loss must be 0 or more, not {z_loss}")
-
-
 def check_names(words: torch.Tensor, num_words: int) -> None:
     """Raises IndexError as torch does for a number of no word. Elsewhere than on the CPU, the device does."""
     if words.device.type != "cpu" or not is_plain(words):
@@ -209,45 +164,33 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class _OfRows(torch.autograd.Function):
-    """Of each row: the log-probability of its word, and if asked the sum of those of all words, and the logarithm of
-    the sum of exponentials."""
+    """Of each row: the log-probability of its word."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, words: torch.Tensor, slicing: Slicing
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, slicing: Slicing) -> torch.Tensor:
         picked = logits.new_empty(len(logits), dtype=slicing.dtype)
-        total = torch.empty_like(picked) if slicing.has_total else None
-        log_sum = torch.empty_like(picked) if slicing.has_log_sum else None
         with without_autocast(logits.device.type):
-            fill((picked, total, log_sum), logits, words, slicing)
-        ctx.save_for_backward(logits, words, *([] if log_sum is None else [log_sum]))
+            fill(picked, logits, words, slicing)
+        ctx.save_for_backward(logits, words)
         ctx.slicing = slicing
-        return picked, total, log_sum
+        return picked
 
     @staticmethod
-    def backward(
-        ctx: Any, of_picked: torch.Tensor, of_total: torch.Tensor | None, of_log_sum: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None, None]:
-        logits, words, *log_sum = saved_of(ctx)
-        given = GivenRows(logits, words, log_sum[0] if log_sum else None, of_picked, of_total, of_log_sum)
+    def backward(ctx: Any, of_picked: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, words = saved_of(ctx)
+        given = GivenRows(logits, words, of_picked)
         with torch.no_grad(), without_autocast(logits.device.type):
             gradient = _made(lambda: gradient_of(given, ctx.slicing), lambda: _gradients_of_slices(given, ctx.slicing))
-        return draw_once(gradient, logits, of_picked, of_total, of_log_sum), None, None
+        return draw_once(gradient, logits, of_picked), None, None
 
 
-def fill(made: Rows, logits: torch.Tensor, words: torch.Tensor, slicing: Slicing) -> None:
-    """Write into `made` what `Rows` says, of each row."""
-    picked, total, log_sum = made
+def fill(picked: torch.Tensor, logits: torch.Tensor, words: torch.Tensor, slicing: Slicing) -> None:
+    """Write the log-probability of each row's word to `picked`."""
     buffers = Buffers(logits, slicing)
     for part in slices(len(logits), slicing.num_rows):
         numbers = buffers.upcast(logits[part])
         log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
         torch.gather(log_probs, 1, words[part, None], out=picked[part, None])
-        if total is not None:
-            torch.sum(log_probs, 1, out=total[part])
-        if log_sum is not None:
-            torch.logsumexp(numbers, 1, out=log_sum[part])
 
 
 def _made(whole: Callable[[], torch.Tensor], slices: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
@@ -260,97 +203,43 @@ def _made(whole: Callable[[], torch.Tensor], slices: Callable[[], Iterator[torch
         return torch.cat(list(slices()))
 
 
-class _LogSum(torch.autograd.Function):
-    """Of each row: the logarithm of the sum of exponentials. As a part of its own, for logits that are not cast."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        log_sum = logits.new_empty(len(logits))
-        for part in slices(len(logits), num_rows):
-            torch.logsumexp(logits[part], 1, out=log_sum[part])
-        ctx.save_for_backward(logits, log_sum)
-        ctx.num_rows = num_rows
-        return log_sum
-
-    @staticmethod
-    def backward(ctx: Any, of_log_sum: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, log_sum = saved_of(ctx)
-        parts = slices(len(logits), ctx.num_rows)
-
-        def whole() -> torch.Tensor:
-            gradient = torch.empty_like(logits)
-            for part in parts:
-                above = torch.sub(logits[part], log_sum[part, None], out=gradient[part]).exp_()
-                torch.mul(of_log_sum[part, None], above, out=above)
-            return gradient
-
-        def of_slices() -> Iterator[torch.Tensor]:
-            return (of_log_sum[part, None] * (logits[part] - log_sum[part, None]).exp() for part in parts)
-
-        with torch.no_grad(), without_autocast(logits.device.type):
-            gradient = _made(whole, of_slices)
-        return draw_once(gradient, logits, of_log_sum), None
-
-
 @dataclass(frozen=True, slots=True)
 class GivenRows:
-    """What the backward pass starts from: what was saved, and the gradients of the outputs."""
+    """What the backward pass starts from: what was saved, and the gradient of what `fill` gave."""
 
     logits: torch.Tensor
     words: torch.Tensor
-    log_sum: torch.Tensor | None
     of_picked: torch.Tensor
-    of_total: torch.Tensor | None
-    of_log_sum: torch.Tensor | None
 
 
 def gradient_of(given: GivenRows, slicing: Slicing, *, picked: torch.Tensor | None = None) -> torch.Tensor:
     """Of the logits, in the layout of plain autograd's: a log-softmax gives one in rows, whatever the layout of the
-    logits; a logsumexp one in theirs, and of a sum the first summand decides. `picked`: write the log-probability of
-    each row's word there once more, and the gradient over the logits."""
-    logits, of_total = given.logits, given.of_total
-    layout = torch.contiguous_format if given.log_sum is None else torch.preserve_format
-    gradient = logits if picked is not None else torch.empty_like(logits, memory_format=layout)
+    logits. `picked`: write the log-probability of each row's word there once more, and the gradient over the logits."""
+    logits = given.logits
+    gradient = logits if picked is not None else torch.empty_like(logits, memory_format=torch.contiguous_format)
     buffers = Buffers(logits, slicing)
     of_log_probs = torch.zeros_like(buffers.log_probs)
     for part in slices(len(logits), slicing.num_rows):
         numbers = buffers.upcast(logits[part])
         log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
-        if picked is not None:
-            torch.gather(log_probs, 1, given.words[part, None], out=picked[part, None])
-        more = None
-        if given.of_log_sum is not None and given.log_sum is not None:
-            more = (numbers - given.log_sum[part, None]).exp_()
-            torch.mul(given.of_log_sum[part, None], more, out=more)
         outer, words = of_log_probs[: len(numbers)], given.words[part, None]
+        if picked is not None:
+            torch.gather(log_probs, 1, words, out=picked[part, None])
         outer.scatter_(1, words, given.of_picked[part, None])
-        if of_total is not None:
-            outer.add_(of_total[part, None])
         made = buffers.for_gradient(gradient[part])
         log_softmax_backward_into(outer, log_probs, 1, slicing.dtype, out=made)
-        if more is not None:
-            torch.add(more, made, out=made)  # autograd has the later node's first
-            del more
         if made.dtype != gradient.dtype:
             gradient[part] = made
-        # Zeros again for the next slice: in as few places as there is something else.
-        outer.zero_() if of_total is not None else outer.scatter_(1, words, 0.0)
+        outer.scatter_(1, words, 0.0)  # zeros again for the next slice
     return gradient
 
 
 def _gradients_of_slices(given: GivenRows, slicing: Slicing) -> Iterator[torch.Tensor]:
     """The same by functions alone."""
     for part in slices(len(given.logits), slicing.num_rows):
-        numbers = given.logits[part].to(slicing.dtype)
-        log_probs = torch.log_softmax(numbers, 1)
+        log_probs = torch.log_softmax(given.logits[part].to(slicing.dtype), 1)
         outer = torch.zeros_like(log_probs).scatter(1, given.words[part, None], given.of_picked[part, None])
-        if given.of_total is not None:
-            outer = outer + given.of_total[part, None]
-        made = log_softmax_backward(outer, log_probs, 1, slicing.dtype)
-        if given.of_log_sum is not None and given.log_sum is not None:
-            above = numbers - given.log_sum[part, None]
-            made = given.of_log_sum[part, None] * above.exp() + made
-        yield made.to(given.logits.dtype)
+        yield log_softmax_backward(outer, log_probs, 1, slicing.dtype).to(given.logits.dtype)
 
 
 class Buffers:
@@ -421,3 +310,63 @@ def without_autocast(device_type: str) -> Iterator[None]:
 
 def slices(num_rows: int, at_a_time: int) -> list[slice]:
     return [slice(start, start + at_a_time) for start in range(0, num_rows, at_a_time)]
+
+
+# -- whether this machine keeps the bits -------------------------------------------------------------------------------
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A loss of logits `[2, 48, words]` and targets `[2, 48]`."""
+_TRIED_SHAPE = (2, 48)
+
+
+def keeps_bits(
+    what: str, pairs: Iterable[tuple[Loss, Loss]], device: torch.device, dtype: torch.dtype, words: int
+) -> bool:
+    """Whether each sliced loss has the bits of the plain one beside it, for so many words on this machine; a warning
+    says of `what` that it has not."""
+    if all(same_bits(sliced, plain, device, dtype, words) for sliced, plain in pairs):
+        return True
+    warnings.warn(
+        f"lowtide: {what} stays plain: in slices it has other bits here (torch {torch.__version__}, {device}, "
+        f"{name_of(dtype)}, {words} words)",
+        stacklevel=4,
+    )
+    return False
+
+
+def same_bits(sliced: Loss, plain: Loss, device: torch.device, dtype: torch.dtype, num_words: int) -> bool:
+    """Whether both give the same loss and the same gradient of logits of this dtype on this device.
+
+    That a kernel computes each row by itself, whatever rows are beside it, is so in every version that was read, and
+    promised in none. So both losses run on 96 rows (slices of 64 and 32), with and without ignored targets. In a thread
+    of its own: autocast, hooks of saved tensors, dispatch modes and whether gradients are on belong to a thread, and
+    this must neither see those of the caller nor be seen by them. Not covered: kernels that a library chooses by the
+    number of rows only where there are many.
+    """
+    with ThreadPoolExecutor(max_workers=1) as own_thread:
+        return own_thread.submit(_compare, sliced, plain, device, dtype, num_words).result()
+
+
+def _compare(sliced: Loss, plain: Loss, device: torch.device, dtype: torch.dtype, num_words: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(*_TRIED_SHAPE, num_words, generator=generator).mul_(4).to(device=device, dtype=dtype)
+    targets = torch.randint(num_words, _TRIED_SHAPE, generator=generator)
+    some = targets.masked_fill(torch.rand(_TRIED_SHAPE, generator=generator) < 0.3, _IGNORED)
+    return all(
+        _same(_run(sliced, numbers, each.to(device)), _run(plain, numbers, each.to(device))) for each in (targets, some)
+    )
+
+
+def _run(loss: Loss, numbers: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = numbers.clone().requires_grad_()
+    value = loss(logits, targets)
+    (gradient,) = torch.autograd.grad(value, logits)
+    return value.detach(), gradient
+
+
+def _same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(
+        a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )

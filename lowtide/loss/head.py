@@ -20,7 +20,7 @@ which depends on all its logits, must have the bits that it had in the forward p
 Cost: the head's matmul once more, 4 for 3; one wait for the device. Memory: one block of logits, the slices of the row
 by row part, and of the weight's gradient an fp32 sum and one block's product beside it.
 Not covered, and refused by name: a head that is no plain `torch.nn.Linear`, sharded weights, logits spread over ranks,
-weights of classes, second derivatives; label smoothing and z-loss on another device than the CPU.
+weights of classes, label smoothing, z-loss, second derivatives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from lowtide.loss.cross_entropy import (
     Buffers,
     GivenRows,
     Slicing,
-    check_factors,
     check_names,
     draw_once,
     fill,
@@ -72,8 +71,6 @@ def head_cross_entropy(
     rows: int,
     ignore_index: int = -100,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     upcast: bool = False,
     steps: tuple[Step, ...] = (),
     slice_rows: int | None = None,
@@ -85,12 +82,6 @@ def head_cross_entropy(
     not covered.
     """
     weight, bias = head.weight, head.bias
-    check_factors(label_smoothing, z_loss)
-    if (label_smoothing or z_loss) and hidden.device.type != "cpu":
-        raise ConfigError(
-            "lowtide.cross_entropy: label_smoothing and z_loss sum over the words of a row, which is not known to keep "
-            f"its bits in slices on {hidden.device.type}; leave them out, or leave head and rows out"
-        )
     is_autocast = torch.is_autocast_enabled(hidden.device.type)
     dtype = torch.get_autocast_dtype(hidden.device.type) if is_autocast else hidden.dtype
     if not is_autocast and hidden.dtype != weight.dtype:
@@ -101,19 +92,12 @@ def head_cross_entropy(
     wide = torch.float32 if (upcast or is_autocast) and dtype.itemsize < 4 else dtype
     num_words = weight.shape[0]
     num_rows = slice_rows or rows_of_slice(min(rows, len(hidden)), num_words, wide)
-    slicing = Slicing(wide, num_rows, has_total=bool(label_smoothing), has_log_sum=bool(z_loss))
+    slicing = Slicing(wide, num_rows)
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
     check_names(words, num_words)
-    made = _HeadOfRows.apply(hidden, weight, bias, words, _BlockSettings(rows, dtype, slicing, steps))
-    return loss_of_rows(
-        made,
-        is_ignored,
-        num_words=num_words,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    picked = _HeadOfRows.apply(hidden, weight, bias, words, _BlockSettings(rows, dtype, slicing, steps))
+    return loss_of_rows(picked, is_ignored, reduction)
 
 
 def why_not_in_blocks(head: Any) -> str:
@@ -138,27 +122,23 @@ class _HeadOfRows(torch.autograd.Function):
         bias: torch.Tensor | None,
         words: torch.Tensor,
         how: _BlockSettings,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> torch.Tensor:
         ctx.how = how
         picked = hidden.new_empty(len(hidden), dtype=how.slicing.dtype)
-        total = torch.empty_like(picked) if how.slicing.has_total else None
-        log_sum = torch.empty_like(picked) if how.slicing.has_log_sum else None
         with without_autocast(hidden.device.type):
             logits_of = _Logits(hidden, weight, bias, how)
             for part in slices(len(hidden), how.rows):
-                made, logits = (picked[part], _of(total, part), _of(log_sum, part)), logits_of.make(part)
+                logits = logits_of.make(part)
                 if isinstance(logits, FakeTensor):
                     _trace_rows(logits, how.slicing, is_backward=False)
                 else:
-                    fill(made, logits, words[part], how.slicing)
-        ctx.save_for_backward(hidden, weight, bias, words, picked, log_sum)
-        return picked, total, log_sum
+                    fill(picked[part], logits, words[part], how.slicing)
+        ctx.save_for_backward(hidden, weight, bias, words, picked)
+        return picked
 
     @staticmethod
-    def backward(
-        ctx: Any, of_picked: torch.Tensor, of_total: torch.Tensor | None, of_log_sum: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, words, picked, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, of_picked: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, words, picked = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         how: _BlockSettings = ctx.how
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -168,11 +148,10 @@ class _HeadOfRows(torch.autograd.Function):
             logits_of = _Logits(hidden, weight, bias, how)
             for part in slices(len(hidden), how.rows):
                 logits = logits_of.make(part, keeps=True)
-                of_part = (of_picked[part], _of(of_total, part), _of(of_log_sum, part))
-                given = GivenRows(logits, words[part], _of(log_sum, part), *of_part)
                 if isinstance(logits, FakeTensor):
                     _trace_rows(logits, how.slicing, is_backward=True)
                 else:
+                    given = GivenRows(logits, words[part], of_picked[part])
                     gradient_of(given, how.slicing, picked=again[part])  # over the logits
                 over = logits_of.back(logits)
                 if of_hidden is not None and of_hidden.dtype == over.dtype:
@@ -185,12 +164,8 @@ class _HeadOfRows(torch.autograd.Function):
                     of_bias.add(over.sum(0))
             compare_again(picked, again, "the head", "write loss: sliced (memory.loss)")
         made = (of_hidden, of_weight.result(), of_bias.result())
-        sources = (hidden, weight, bias, of_picked, of_total, of_log_sum)
+        sources = (hidden, weight, bias, of_picked)
         return (*(None if each is None else draw_once(each, *sources) for each in made), None, None)
-
-
-def _of(vector: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-    return None if vector is None else vector[part]
 
 
 def _trace_rows(logits: torch.Tensor, slicing: Slicing, *, is_backward: bool) -> None:

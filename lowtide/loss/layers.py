@@ -1,4 +1,5 @@
-"""The layers of a model in blocks of a declared number of rows: all but attention itself, which takes all rows at once.
+"""The layers of a model, or its MLPs, in blocks of a declared number of rows: all but attention itself, which takes all
+rows at once.
 
 Why: with logits and MLPs gone, norms, rotary positions and projections set the floor of long sequences, and what each
 layer saves sets what the host must take: 84 KiB a token and layer in Llama-3-8B. Here a layer saves its input, what
@@ -9,7 +10,7 @@ one function of rows, all that it does after it is another (blocks.py); no famil
 block of rows the layer's own forward runs up to the call and stops there, and what the call was given is collected.
 Then attention runs once, on all rows, and autograd sees it as always. For what comes after it the layer's own forward
 runs once more on each block, and the call gives the block's rows of what attention has made.
-A layer that does not call attention is one function of rows, and so are norms beside the layers.
+A layer that does not call attention is one function of rows, and so are norms beside the layers, and an MLP.
 
 Which sum: that of blocks.py, for all weights of a layer. Rows are those of all sequences of a batch, one after the
 other. A batch of one block goes through the model's own forward, and has plain's bits.
@@ -19,6 +20,9 @@ three times, with the first one exchanged, and the last one; all others must kee
 Cost: what stands before attention runs four times in a step and not once, the rest of the layer twice; at the lengths
 that this is for, attention takes most of the time. Memory: a block's activations, and an fp32 sum for each weight of
 one layer.
+MLPs alone (`memory.mlp`): once logits are gone (head.py), they set the floor of long sequences. In Llama-3-8B some nine
+tensors of 28 KiB a token are alive in the backward pass of one; here they are for one block of rows. Which MLPs: those
+with the parts of transformers' dense families.
 Refused by name: attention that is not torch's, or has a mask; softmax elsewhere; experts; hooks on parts of a layer;
 caches; arguments that have no row for each token; dropout (where it draws), sharded weights, second derivatives.
 Not covered: rows that talk to each other over more than some rows only.
@@ -27,9 +31,11 @@ Not covered: rows that talk to each other over more than some rows only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,44 +50,71 @@ from lowtide.tensors.private import FakeTensor, has_forward_hooks, tree_leaves, 
 from lowtide.tensors.second_run import CACHE_NAMES, num_cached
 from lowtide.tensors.wrappers import is_distributed
 
-_FIX = "leave memory.rows out"
-_WHAT = "a layer in blocks"
+_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
+"""Of an MLP."""
 _NUM_TRIED = 8
 _SETTING = ("attn_mask", "dropout_p", "is_causal")
 """The arguments of attention after query, key and value that may be given by place."""
 _PLAIN = (bool, int, float, str, type(None))
+Refusal = Callable[[str], ConfigError]
+"""Makes the error for one module, from the reason."""
 _SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 
 
-class LayersInBlocks:
-    """The layers of a model, and norms beside them, in blocks of `rows`, until `remove()`. Raises `ConfigError` where
-    there is none, and for layers that are known not to be functions of rows."""
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is taken in blocks, in words: the key that asks for it, what there is none of, and its name."""
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
+    key: str
+    lacks: str
+    what: str
+
+    @property
+    def fix(self) -> str:
+        return f"leave {self.key} out"
+
+    def refusal(self, name: str, reason: str) -> ConfigError:
+        """For the module `name`."""
+        return ConfigError(f"{self.key}: '{name}' cannot be taken in blocks of rows: {reason}; {self.fix}")
+
+
+LAYERS = _Kind("memory.rows", "no layers in a torch.nn.ModuleList, which could", "a layer in blocks")
+MLPS = _Kind("memory.mlp", f"no MLP with {', '.join(_PARTS)}, which can", "an MLP in blocks")
+
+
+class InBlocks:
+    """The layers of a model and norms beside them, or its MLPs, in blocks of `rows`, until `remove()`. Raises
+    `ConfigError` where there is none, and for those that are known not to be functions of rows."""
+
+    def __init__(self, model: nn.Module, rows: int, kind: _Kind = LAYERS) -> None:
         self.rows = rows
-        self._layers = _layers_of(model)
-        if not self._layers:
+        self._modules = _layers_of(model) if kind is LAYERS else _mlps_of(model)
+        if not self._modules:
             raise ConfigError(
-                f"memory.rows: {type(model).__name__} has no layers in a torch.nn.ModuleList, which could be taken in "
-                f"blocks of rows; {_FIX}"
+                f"{kind.key}: {type(model).__name__} has {kind.lacks} be taken in blocks of rows; {kind.fix}"
             )
-        for name, layer in self._layers.items():
-            if reason := _why_not(layer):
-                raise _refusal(name, reason)
-        for name, layer in self._layers.items():
-            layer.forward = _LayerInBlocks(name, layer, rows)
+        for name, module in self._modules.items():
+            if reason := _why_not(module):
+                raise kind.refusal(name, reason)
+        for name, module in self._modules.items():
+            module.forward = _LayerInBlocks(functools.partial(kind.refusal, name), module, rows, kind)
 
     def remove(self) -> None:
         """The model's own forward again, where nobody has set another since."""
-        for layer in self._layers.values():
-            if isinstance(vars(layer).get("forward"), _LayerInBlocks):
-                del layer.forward
+        for module in self._modules.values():
+            if isinstance(vars(module).get("forward"), _LayerInBlocks):
+                del module.forward
 
 
-def layer_rows_of(model: nn.Module) -> int | None:
-    """The rows of a block of a layer, where they are in force."""
+def block_rows_of(model: nn.Module, kind: _Kind = LAYERS) -> int | None:
+    """The rows of a block of a layer, or of an MLP, where they are in force."""
     forwards = (vars(module).get("forward") for module in model.modules())
-    return next((forward.rows for forward in forwards if isinstance(forward, _LayerInBlocks)), None)
+    found = (each for each in forwards if isinstance(each, _LayerInBlocks) and each.kind is kind)
+    return next((each.rows for each in found), None)
+
+
+def _mlps_of(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if all(hasattr(module, part) for part in _PARTS)}
 
 
 def _layers_of(model: nn.Module) -> dict[str, Any]:
@@ -111,16 +144,13 @@ def _why_not(layer: Any) -> str:
     return ""
 
 
-def _refusal(name: str, reason: str) -> ConfigError:
-    return ConfigError(f"memory.rows: '{name}' cannot be taken in blocks of rows: {reason}; {_FIX}")
-
-
 class _LayerInBlocks:
-    """The forward of one layer."""
+    """The forward of one layer, or of an MLP. `refusal` makes the error that says why it cannot be taken so."""
 
-    def __init__(self, name: str, layer: Any, rows: int) -> None:
+    def __init__(self, refusal: Refusal, layer: Any, rows: int, kind: _Kind) -> None:
         self.rows = rows
-        self._name = name
+        self.kind = kind
+        self._refusal = refusal
         self._layer = layer
         self._body = _Body(layer)
         self._is_tried = False
@@ -132,10 +162,10 @@ class _LayerInBlocks:
             return type(self._layer).forward(self._layer, *args, **kwargs)
         if getattr(self._layer, "gradient_checkpointing", False) and self._layer.training:
             # Of transformers' layers the class's own forward is the checkpoint, and would hold each block.
-            raise _refusal(self._name, "transformers checkpoints it (call model.gradient_checkpointing_disable())")
+            raise self._refusal("transformers checkpoints it (call model.gradient_checkpointing_disable())")
         if not isinstance(x, torch.Tensor) or is_distributed(x):
-            raise _refusal(self._name, "its first argument is no ordinary tensor")
-        given = _Given(self._name, x, args, self._without_cache(kwargs))
+            raise self._refusal("its first argument is no ordinary tensor")
+        given = _Given(self._refusal, x, args, self._without_cache(kwargs))
         hidden = x.reshape(-1, x.shape[-1])
         before = self._look(given, hidden)
         weights = dict(self._body.named_parameters())
@@ -147,18 +177,18 @@ class _LayerInBlocks:
 
         def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
             seam = self._run(given, part, inputs[0], dict(zip(rest, leaves, strict=True)), *inputs[1:])
-            return (_rows_of(self._name, seam.result, given.is_batched),)
+            return (_rows_of(self._refusal, seam.result, given.is_batched),)
 
-        inputs = [hidden]
+        inputs, how = [hidden], (self.kind.what, self.kind.fix)
         if before.given is not None:
-            parts = RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first))
+            parts = RowWise(run_first, self.rows, 1, *how)(hidden, *(weights[name] for name in first))
             query, key, value = (each.view(*given.lead, *each.shape[1:]).transpose(1, 2) for each in parts)
             made = F.scaled_dot_product_attention(query, key, value, **before.setting)
             made = made.transpose(1, 2)
             inputs.append(made.reshape(-1, *made.shape[2:]))
             if not made.is_contiguous():  # a copy
                 name_at_once(inputs[1])
-        (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
+        (out,) = RowWise(run_rest, self.rows, len(inputs), *how)(*inputs, *(weights[name] for name in rest))
         return before.output_like(out.view(*given.lead, *out.shape[1:]))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -169,7 +199,7 @@ class _LayerInBlocks:
         """Without an empty cache of keys and values, which models in training are given by default."""
         caches = [name for name in CACHE_NAMES if kwargs.get(name) is not None]
         if any(num_cached(self._layer, kwargs[name]) for name in caches):
-            raise _refusal(self._name, f"its {caches[0]} already holds tokens")
+            raise self._refusal(f"its {caches[0]} already holds tokens")
         if caches:
             warnings.warn(
                 f"lowtide: layers in blocks do not fill {', '.join(caches)}; set use_cache=False to say so yourself.",
@@ -184,7 +214,7 @@ class _LayerInBlocks:
         args, kwargs = given.of_block(part, block)
         if made is not None:
             made = made[None].transpose(1, 2)
-        with _Seam(self._name, made) as seam, contextlib.suppress(_StopError):
+        with _Seam(self._refusal, made) as seam, contextlib.suppress(_StopError):
             seam.result = torch.func.functional_call(self._body, weights, args, kwargs)
         return seam
 
@@ -204,7 +234,7 @@ class _LayerInBlocks:
                 again = self._look_at(given, changed)
                 pairs = zip(seen.results, again.results, strict=True)
                 if not all(_same_bits(a[others], b[others]) for a, b in pairs):
-                    raise _refusal(self._name, "what it gives for a row depends on other rows")
+                    raise self._refusal("what it gives for a row depends on other rows")
         self._is_tried = True
         return seen
 
@@ -221,8 +251,8 @@ class _LayerInBlocks:
             made = rows.repeat(1, -(-heads * width // rows.shape[1]))[:, : heads * width].to(value.dtype)
             after = self._run(given, part, rows, {}, made.reshape(-1, heads, width))
             if before.setting.get("attn_mask") is not None:
-                raise _refusal(self._name, "its attention has a mask")
-        results.append(_rows_of(self._name, after.result, given.is_batched))
+                raise self._refusal("its attention has a mask")
+        results.append(_rows_of(self._refusal, after.result, given.is_batched))
         return _Seen(
             given=before.given,
             setting=before.setting,
@@ -285,13 +315,13 @@ class _Argument:
 class _Given:
     """The arguments of a call, by rows. `x`: the hidden states."""
 
-    def __init__(self, name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._name = name
+    def __init__(self, refusal: Refusal, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._refusal = refusal
         self.lead = x.shape[:-1]
         self.is_batched = x.ndim > 2
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-                raise _refusal(name, f"it is given a {type(leaf).__name__} (for a cache: pass use_cache=False)")
+                raise refusal(f"it is given a {type(leaf).__name__} (for a cache: pass use_cache=False)")
         self._tree = tree_map_only(
             torch.Tensor, lambda each: _Argument(None if each is x else self._rows_of(each)), (args, kwargs)
         )
@@ -309,11 +339,9 @@ class _Given:
     def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         lead, rest = tensor.shape[: len(self.lead)], tensor.shape[len(self.lead) :]
         if lead != self.lead and lead != (1, *self.lead[1:]):
-            raise _refusal(
-                self._name, f"it is given a tensor of shape {tuple(tensor.shape)}, which has no row for each token"
-            )
+            raise self._refusal(f"it is given a tensor of shape {tuple(tensor.shape)}, which has no row for each token")
         if tensor.requires_grad:
-            raise _refusal(self._name, "it is given a second tensor that needs a gradient")
+            raise self._refusal("it is given a second tensor that needs a gradient")
         return tensor.reshape(-1, *rest)
 
 
@@ -324,30 +352,31 @@ class _StopError(Exception):
 class _Seam(TorchFunctionMode):
     """Stands where a layer calls attention. `made`: what the call gives; None: the layer stops there."""
 
-    def __init__(self, name: str, made: torch.Tensor | None) -> None:
+    def __init__(self, refusal: Refusal, made: torch.Tensor | None) -> None:
         super().__init__()
-        self._name = name
+        self._refusal = refusal
         self._made = made
         self.given: tuple[torch.Tensor, ...] | None = None
         self.setting: dict[str, Any] = {}
         self.result: Any = None
         self.read: set[int] = set()
-        """Tensors that were read up to attention, by id: those of them that are weights live as long as the layer."""
+        """Tensors that were read up to attention, by id: those of them that are weights live as long as the layer. In a
+        block of something larger these are no `nn.Parameter`s."""
         self.read_after: set[int] = self.read
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             if func is F.dropout and (share := _dropped_by(args, kwargs)) is not None:
-                raise _refusal(self._name, f"it drops out at random (p = {share})")
+                raise self._refusal(f"it drops out at random (p = {share})")
             if func in _SOFTMAX:
-                raise _refusal(
-                    self._name, "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
+                raise self._refusal(
+                    "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
                 )
-            self.read_after.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter))
+            self.read_after.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             return func(*args, **kwargs)
         if self.given is not None:
-            raise _refusal(self._name, "it calls attention twice")
+            raise self._refusal("it calls attention twice")
         named = {**dict(zip(("query", "key", "value", *_SETTING), args, strict=False)), **kwargs}
         self.given = tuple(named.pop(each) for each in ("query", "key", "value"))
         self.setting = named
@@ -359,7 +388,7 @@ class _Seam(TorchFunctionMode):
     def rows_given(self) -> tuple[torch.Tensor, ...]:
         """What attention was given, by rows."""
         if self.given is None:
-            raise _refusal(self._name, "it calls attention for some rows only")
+            raise self._refusal("it calls attention for some rows only")
         return tuple(each.transpose(1, 2).flatten(0, 1) for each in self.given)
 
 
@@ -369,10 +398,10 @@ def _dropped_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     return named["p"] if named["p"] and named["training"] else None
 
 
-def _rows_of(name: str, result: Any, is_batched: bool) -> torch.Tensor:
+def _rows_of(refusal: Refusal, result: Any, is_batched: bool) -> torch.Tensor:
     out = result if isinstance(result, torch.Tensor) else result[0]
     if not isinstance(result, torch.Tensor) and any(each is not None for each in result[1:]):
-        raise _refusal(name, "it gives more than one tensor")
+        raise refusal("it gives more than one tensor")
     return out[0] if is_batched else out
 
 

@@ -59,7 +59,6 @@ from lowtide.tensors.private import current_graph_task_id, queue_callback, versi
 from lowtide.tensors.wrappers import inside
 
 NUM_MARKS = 32
-NUM_TRIED = 3
 
 
 class BackwardPrefetch:
@@ -148,53 +147,6 @@ class BackwardPrefetch:
         for arrival, _ in self._arrivals.values():
             self._transfers.give_up(arrival)
         self._arrivals.clear()
-
-
-class StepOverlap:
-    """Which way of fetching is in force. With 'auto' it is tried: `NUM_TRIED` steps of each, and the faster one stays.
-
-    `stall_seconds` says how long steps have waited so far. Where the device has no counter of its memory 'auto' is
-    'step': nobody could tell whether a bucket that is fetched early raises the peak.
-    """
-
-    def __init__(self, wanted: str, store: StateStore, stall_seconds: Callable[[], float]) -> None:
-        self._store = store
-        self._stall_seconds = stall_seconds
-        self._prefetch = BackwardPrefetch(store) if wanted == "backward" else None
-        self._is_trying = wanted == "auto" and store.engine.device_bytes() is not None
-        self._stalls: list[float] = []
-
-    @property
-    def mode(self) -> str:
-        return "step" if self._prefetch is None else "backward"
-
-    def begin_step(self) -> dict[int, Arrival]:
-        """Buckets that were fetched ahead, by the identity of their chunk."""
-        if self._is_trying:
-            self._try()
-        return {} if self._prefetch is None else self._prefetch.take()
-
-    def _try(self) -> None:
-        """The first step makes the state, and the first with a prefetch learns when gradients come."""
-        self._stalls.append(self._stall_seconds())
-        number = len(self._stalls)
-        if number == 2 + NUM_TRIED:
-            self._prefetch = BackwardPrefetch(self._store)
-        elif number == 2 + 2 * NUM_TRIED + 1:
-            self._is_trying = False
-            without = self._stalls[1 + NUM_TRIED] - self._stalls[1]
-            ahead = self._stalls[-1] - self._stalls[-1 - NUM_TRIED]
-            if ahead >= without:
-                self.close()
-
-    def give_up(self) -> None:
-        if self._prefetch is not None:
-            self._prefetch.give_up()
-
-    def close(self) -> None:
-        if self._prefetch is not None:
-            self._prefetch.remove()
-            self._prefetch = None
 
 
 def _versions(bucket: StateBucket) -> list[int]:

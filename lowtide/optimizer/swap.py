@@ -26,7 +26,7 @@ import torch
 
 from lowtide.engines.base import EngineChoice
 from lowtide.errors import ConfigError
-from lowtide.optimizer.in_backward import InBackward, StepOverlap
+from lowtide.optimizer.in_backward import BackwardPrefetch, InBackward
 from lowtide.optimizer.parts import StepRun
 from lowtide.optimizer.requests import (
     bucket_bytes_of,
@@ -146,7 +146,9 @@ class OptimizerSwap:
         self._has_warned = False
         self._num_steps = 0
         self._engine_stall_seconds = store.engine.stall_seconds()
-        self._overlap = StepOverlap(overlap, store, self._stall_seconds)
+        # Without a counter of its memory nobody could tell whether a bucket that is fetched early raises the peak.
+        is_ahead = overlap == "backward" or (overlap == "auto" and store.engine.device_bytes() is not None)
+        self._prefetch = BackwardPrefetch(store) if is_ahead else None
         self._attach()
         self._adopt_all()
         is_in_backward = overlap == "in_backward"
@@ -162,7 +164,7 @@ class OptimizerSwap:
         self._shown = ShownState(
             optimizer,
             self._store,
-            before_read=self._overlap.give_up,
+            before_read=self._drop_fetched,
             refuse=self._refuse,
             after_load=self._after_load,
         )
@@ -207,8 +209,12 @@ class OptimizerSwap:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._overlap.give_up()
+        self._drop_fetched()
         self._store.bring_back()
+
+    def _drop_fetched(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.give_up()
 
     def _after_step(self) -> None:
         if not self._is_ours:
@@ -225,12 +231,14 @@ class OptimizerSwap:
         optimizer = self.optimizer
         if self._in_backward is not None:
             self._in_backward.let_go()
-        self._overlap.give_up()
+        self._drop_fetched()
         self._store.bring_back()
         # From here on nothing runs out of memory; before, all is in force and can be called again.
         if self._in_backward is not None:
             self._in_backward.remove()
-        self._overlap.close()
+        if self._prefetch is not None:
+            self._prefetch.remove()
+            self._prefetch = None
         self._store.transfers.close()
         self._stepper.torn = None
         for hook in self._hooks:
@@ -314,7 +322,7 @@ class OptimizerSwap:
         with self._shown.stepping():
             self._stepper.check()
             call = functools.partial(self._bare_step, self.optimizer)
-            return self._stepper.begin(call, self._overlap.begin_step())
+            return self._stepper.begin(call, {} if self._prefetch is None else self._prefetch.take())
 
     def _closure_in(
         self, args: tuple, kwargs: dict[str, Any]
@@ -393,8 +401,14 @@ class OptimizerSwap:
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
             stall_seconds=self._stall_seconds(),
-            overlap="in_backward" if self._in_backward is not None else self._overlap.mode,
+            overlap=self._overlap,
         )
+
+    @property
+    def _overlap(self) -> str:
+        if self._in_backward is not None:
+            return "in_backward"
+        return "step" if self._prefetch is None else "backward"
 
     def _stall_seconds(self) -> float:
         # An engine that others use too has stalls that are not ours.

@@ -25,8 +25,7 @@ from lowtide.core.profile import Profile
 from lowtide.core.recipe import Recipe
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
-from lowtide.loss.layers import layer_rows_of
-from lowtide.loss.mlp import mlp_rows_of
+from lowtide.loss.layers import MLPS, block_rows_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
@@ -66,7 +65,6 @@ def observe(
     batch: Any,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    engine: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     layers: tuple[str, ...] | None = None,
     needs_scalar: bool = True,
@@ -76,8 +74,8 @@ def observe(
     """Run one forward and backward of `model` on `batch` and say what it made, saved, read and freed.
 
     `batch` is a mapping (`model(**batch)`), a tuple (`model(*batch)`) or a function without arguments that returns the
-    loss. The loss is the output, its `.loss`, or `loss(output)`. `engine` is the one that will carry a plan out, if it
-    exists already. With `needs_scalar=False` any output will do: all of its floating tensors get gradients of one.
+    loss. The loss is the output, its `.loss`, or `loss(output)`. With `needs_scalar=False` any output will do: all of
+    its floating tensors get gradients of one.
     `holds_casts`: what autocast makes of parameters lives until the forward is over, as with its cache, which is off.
     `tell` is given a line where something of the user's moved on and cannot be put back; absent: a warning.
 
@@ -88,8 +86,6 @@ def observe(
     device = device_of(model)
     if device.type == "meta":
         raise ConfigError("observe: the model is on the meta device; give it weights, or plan it without running it")
-    if engine is not None and engine.device_type != device.type:
-        raise ConfigError(f"observe: the model is on {device.type}, the engine works on {engine.device_type}")
     is_accelerator = device.type != "cpu"
     is_sharded_model = bool(fsdp_modules(model))
     names = find_layers(model) if layers is None else layers
@@ -158,8 +154,8 @@ def observe(
         state=dataclasses.replace(state, rounding=rounding, fingerprint=fingerprint),
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
-        mlp_rows=mlp_rows_of(model),
-        layer_rows=layer_rows_of(model),
+        mlp_rows=block_rows_of(model, MLPS),
+        layer_rows=block_rows_of(model),
     )
 
 

@@ -513,17 +513,6 @@ PENDING_COLLECTIVE = ("torch.distributed._functional_collectives", "AsyncCollect
 """Module and name of the class of what a functional collective gives out, which may still be under way."""
 
 
-def is_loss_parallel() -> bool:
-    """Whether torch's `loss_parallel` is open: cross entropy of a DTensor then leaves its words on their ranks.
-
-    It holds for the whole process. No public way to ask. False where this torch keeps it elsewhere.
-    """
-    from torch.distributed.tensor import DTensor
-
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    return torch.ops.aten.nll_loss_forward.default in handlers
-
-
 def default_store() -> Any:
     """The store that `init_process_group` made or was given. Raises ValueError before it. No public way to ask."""
     import torch.distributed as dist

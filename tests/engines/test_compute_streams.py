@@ -17,7 +17,6 @@ from lowtide.engines.base import Lane
 from lowtide.engines.tiers.disk import padded
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
-from lowtide.runtime.saved.stats import Counters, Ledger
 from tests.engines.sim_device import SimDevice, SimStream
 
 POLICIES = ["late", "early", *range(16)]
@@ -32,8 +31,7 @@ class Rig:
         self.device = SimDevice(policy)
         self.streams = [self.device.compute, *(self.device.new_stream() for _ in range(num_streams - 1))]
         self.engine = AcceleratorEngine(self.device.device, 64 * MIB, ops=self.device)
-        self.ledger = Ledger()
-        self.scheduler = OffloadScheduler(self.engine, Counters(), self.ledger)
+        self.scheduler = OffloadScheduler(self.engine)
         self.queue = PrefetchQueue()
         self.are_right: list[bool] = []
         self.made_at: dict[int, int] = {}
@@ -72,7 +70,7 @@ class Rig:
         self.scheduler.settle()
         self.device.drain()
         assert self.engine.memory_in_use() == {"host": 0}
-        assert (self.scheduler.num_open(), self.ledger.now_bytes) == (0, 0)
+        assert (self.scheduler.num_open(), self.scheduler.ledger.now_bytes) == (0, 0)
         self.engine.close()
 
 
@@ -283,7 +281,7 @@ def test_a_mover_that_goes_leaves_what_is_under_way_to_the_engine() -> None:
     sites[1].read()
     assert sites[0].copy.buffer is not None  # fetched ahead, and never read
     del site, sites
-    rig.scheduler = OffloadScheduler(rig.engine, Counters(), rig.ledger)
+    rig.scheduler = OffloadScheduler(rig.engine)
     assert rig.device.given_bytes == NBYTES  # the copy is not done: nobody else may have that memory
     assert rig.engine.memory_in_use() == {"host": 2 * rig_block_bytes()}
     rig.scheduler.start_offload(rig.save(3), None)  # looks after it, and finds that it is not over
@@ -307,9 +305,7 @@ def test_a_graph_without_a_tide_gives_its_slots_back_to_a_shared_engine() -> Non
     site = rig.save(7)
     rig.scheduler.start_offload(site, None)
     rig.scheduler.close()
-    rig.scheduler = OffloadScheduler(
-        rig.engine, Counters(), rig.ledger
-    )  # the next plan's; the old one lives with its site
+    rig.scheduler = OffloadScheduler(rig.engine)  # the next plan's; the old one lives with its site
     assert rig.engine.memory_in_use()["host"] >= NBYTES
     del site
     rig.scheduler.settle()

@@ -14,7 +14,6 @@ import torch
 from lowtide.engines.base import Lane
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
-from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.view import byte_view
 from tests.support.virtual_engine import VirtualEngine
 
@@ -69,7 +68,7 @@ def swap_pass(num_sites: int, *, is_tight: bool) -> Callable[[VirtualEngine], No
     """A forward pass that saves and sends so many sites, and a backward pass that reads them from the end."""
 
     def run(engine: VirtualEngine) -> None:
-        scheduler = OffloadScheduler(engine, Counters(), Ledger())
+        scheduler = OffloadScheduler(engine)
         scheduler.window.min_bytes = 0 if is_tight else 2**20
         queue, sites = PrefetchQueue(), []
         for number in range(num_sites):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.loss import attach as attach_file
 from lowtide.loss import cross_entropy
 from lowtide.loss.attach import SlicedLoss, attach, loss_of, why_not
 from tests.support.virtual_engine import virtual
@@ -291,7 +290,7 @@ def test_a_loss_set_later_is_not_taken_away() -> None:
 def test_where_the_bits_differ_the_loss_is_plain_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["llama"]()
     want = _step(model)
-    monkeypatch.setattr(attach_file, "same_bits", lambda *_: False)
+    monkeypatch.setattr(cross_entropy, "same_bits", lambda *_: False)
     attach(model)
     with pytest.warns(UserWarning, match="stays plain") as caught:
         _assert_same(want, _step(model))

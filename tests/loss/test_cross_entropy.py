@@ -18,7 +18,6 @@ from lowtide.loss.cross_entropy import (
     rows_of_slice,
     saves_memory,
     sliced_cross_entropy,
-    whole_cross_entropy,
     without_autocast,
 )
 from tests.support.zoo import same_bits
@@ -47,23 +46,10 @@ def _case(seed: int) -> tuple[Tensor, Tensor, dict[str, Any], bool]:
     how = {
         "ignore_index": ignored,
         "reduction": draw.choice(("mean", "sum", "none")),
-        "label_smoothing": draw.choice((0.0, 0.0, 0.1, 0.3)),
-        "z_loss": draw.choice((0.0, 0.0, 0.0, 1e-3)),
     }
     dtype = draw.choice(_DTYPES)
     upcast = dtype is not torch.float64 and draw.random() < 0.6
     return _LAYOUTS[seed % len(_LAYOUTS)](logits.to(dtype)), target, how, upcast
-
-
-def _plain(logits: Tensor, target: Tensor, *, z_loss: float, **how: Any) -> Tensor:
-    loss = F.cross_entropy(logits, target, **how)
-    if not z_loss:
-        return loss
-    squares = torch.logsumexp(logits, 1) ** 2
-    counts = target != how["ignore_index"]
-    squares = torch.where(counts, squares, torch.zeros_like(squares))
-    total = squares if how["reduction"] == "none" else squares.sum()
-    return loss + z_loss * (total / counts.sum() if how["reduction"] == "mean" else total)
 
 
 @pytest.mark.parametrize("first", range(0, _NUM_CASES, 350))
@@ -71,7 +57,7 @@ def test_random_cases_have_the_same_bits(first: int) -> None:
     for seed in range(first, first + 350):
         numbers, target, how, upcast = _case(seed)
         plain, sliced = (numbers.detach().requires_grad_() for _ in range(2))
-        want = _plain(plain.float() if upcast else plain, target, **how)
+        want = F.cross_entropy(plain.float() if upcast else plain, target, **how)
         got = sliced_cross_entropy(sliced, target, upcast=upcast, slice_rows=(64, 128, None)[seed % 3], **how)
         outer = torch.randn(want.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
             want.dtype
@@ -84,18 +70,16 @@ def test_random_cases_have_the_same_bits(first: int) -> None:
         assert same_bits(plain.grad, sliced.grad), what
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", _LAYOUTS[:3], ids=["rows", "columns", "padded"])
-def test_the_gradient_is_laid_out_as_plain_autograd_s(layout: Any, dtype: torch.dtype, z_loss: float) -> None:
+def test_the_gradient_is_laid_out_as_plain_autograd_s(layout: Any, dtype: torch.dtype) -> None:
     """What comes behind the logits may choose its kernel, and so its bits, by the layout of its gradient."""
     generator = torch.Generator().manual_seed(0)
     logits, target = layout(torch.randn(130, 33, generator=generator).to(dtype)), torch.arange(130) % 33
-    how: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", "z_loss": z_loss}
     strides: list[tuple[int, ...]] = []
     for loss in (
-        lambda numbers: whole_cross_entropy(numbers.float(), target, **how),
-        lambda numbers: sliced_cross_entropy(numbers, target, upcast=True, **how),
+        lambda numbers: F.cross_entropy(numbers.float(), target),
+        lambda numbers: sliced_cross_entropy(numbers, target, upcast=True),
     ):
         seen = logits.detach().requires_grad_().view_as(logits)
         seen.register_hook(lambda gradient: strides.append(gradient.stride()))
@@ -103,15 +87,14 @@ def test_the_gradient_is_laid_out_as_plain_autograd_s(layout: Any, dtype: torch.
     assert strides[0] == strides[1]
 
 
-@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_slices_use_the_same_memory(dtype: torch.dtype, how: dict[str, Any]) -> None:
+def test_all_slices_use_the_same_memory(dtype: torch.dtype) -> None:
     """Fresh memory would cost a page fault for each page, in each slice."""
 
     def storages_made(num_rows: int) -> int:
         logits, target = torch.zeros(num_rows, 33, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64)
         with _Made(least_bytes=64 * 33 * 4) as made:
-            loss = sliced_cross_entropy(logits.requires_grad_(), target, upcast=True, slice_rows=64, **how)
+            loss = sliced_cross_entropy(logits.requires_grad_(), target, upcast=True, slice_rows=64)
             torch.autograd.grad(loss, logits)
         return len(made.storages)
 
@@ -134,17 +117,15 @@ class _Made(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1}])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_terms_that_read_the_same_logits(place: int, how: dict[str, Any], dtype: torch.dtype) -> None:
-    """Autograd adds their gradients up in its own order: the two parts of a z-loss are not one summand."""
+def test_other_terms_that_read_the_same_logits(place: int, dtype: torch.dtype) -> None:
+    """Autograd adds their gradients up in its own order."""
     numbers = torch.randn(130, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
     target, upcast = torch.arange(130) % 33, dtype is torch.bfloat16
 
     def whole(logits: Tensor) -> Tensor:
-        asked: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", **how}
-        return whole_cross_entropy(logits.float() if upcast else logits, target, **asked)
+        return F.cross_entropy(logits.float() if upcast else logits, target)
 
     def gradient(loss: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = numbers.clone().requires_grad_()
@@ -155,7 +136,7 @@ def test_other_terms_that_read_the_same_logits(place: int, how: dict[str, Any], 
         assert leaf.grad is not None
         return leaf.grad
 
-    assert same_bits(gradient(whole), gradient(lambda x: sliced_cross_entropy(x, target, upcast=upcast, **how)))
+    assert same_bits(gradient(whole), gradient(lambda x: sliced_cross_entropy(x, target, upcast=upcast)))
 
 
 def test_the_losses_of_slices_added_up_are_another_loss() -> None:
@@ -175,10 +156,9 @@ def test_the_losses_of_slices_added_up_are_another_loss() -> None:
 def test_autocast_upcasts_as_it_does_for_the_whole(autocast: torch.dtype) -> None:
     for seed in range(120):
         numbers, target, how, _ = _case(seed)
-        how = {**how, "z_loss": 0.0}  # a logsumexp of its own is cast by rules of its own
         plain, sliced, door = (numbers.detach().requires_grad_() for _ in range(3))
         with torch.autocast("cpu", dtype=autocast):
-            want = F.cross_entropy(plain, target, **{key: value for key, value in how.items() if key != "z_loss"})
+            want = F.cross_entropy(plain, target, **how)
             got = sliced_cross_entropy(sliced, target, slice_rows=64, **how)
             through_the_door = lowtide.cross_entropy(door, target, **how)
         assert want.dtype == got.dtype == through_the_door.dtype, seed
@@ -256,7 +236,7 @@ def test_habits_change_no_bit(habit: str) -> None:
             rows, outer = loss(logits, target, reduction="none"), torch.eye(130).bfloat16()[:3]
             (result,) = torch.autograd.grad(rows, leaf, outer, is_grads_batched=True)
             return result
-        value = loss(logits, target, label_smoothing=0.1)
+        value = loss(logits, target)
         if habit == "two losses":
             value = value + loss(logits, other)
         if habit == "retained":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.loss.layers import LayersInBlocks, layer_rows_of
+from lowtide.loss.layers import InBlocks, block_rows_of
 from tests.loss.test_attach import MODELS
 from tests.loss.test_head import FATES, _assert_same_steps, _step, _tokens
 from tests.support.virtual_engine import virtual
@@ -88,7 +88,7 @@ def _numbers(dtype: torch.dtype, batch: int = 2, tokens: int = 75) -> tuple[Tens
 def _ours(layer: Layer, x: Tensor, shift: Tensor, of_out: Tensor, rows: int) -> list[Tensor]:
     x, model = x.detach().requires_grad_(), Own(layer)
     layer.zero_grad()
-    blocks = LayersInBlocks(model, rows)
+    blocks = InBlocks(model, rows)
     out = model(x, shift)
     out.backward(of_out)
     blocks.remove()
@@ -153,7 +153,7 @@ def test_a_weight_that_is_used_before_and_after_attention_has_both_gradients() -
 @pytest.mark.parametrize("name", NAMES)
 def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
     (batch, _), model = _tokens(), MODELS[name]()
-    blocks = LayersInBlocks(model, 100)
+    blocks = InBlocks(model, 100)
     want = _step(model, batch)
     blocks.remove()
     memory: dict[str, Any] = {"rows": 100, "loss": "plain", **({} if fates == "nothing" else FATES[fates])}
@@ -161,7 +161,7 @@ def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
         assert tide.plan.layer_rows == 100
         for _ in range(2):
             _assert_same_steps(want, _step(model, batch))
-    assert layer_rows_of(model) is None and not any("forward" in vars(module) for module in model.modules())
+    assert block_rows_of(model) is None and not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.filterwarnings("error:lowtide. the first forward was not the one")
@@ -184,7 +184,8 @@ def test_no_budget_changes_a_bit() -> None:
 def test_random_draws_have_the_bits_of_the_declared_rows_alone(seed: int) -> None:
     draw = random.Random(seed)
     name, dtype = draw.choice(NAMES), draw.choice([torch.float32, torch.bfloat16])
-    asked: dict[str, Any] = {"rows": draw.randrange(16, 256)}
+    num_rows = draw.randrange(16, 256)
+    asked: dict[str, Any] = {"mlp": {"rows": num_rows}} if draw.random() < 0.25 else {"rows": num_rows}
     asked |= draw.choice([{}, {"loss": "plain"}, {"loss": {"rows": draw.randrange(16, 256)}}])
     batches, results = _tokens(), []
     for is_bare in (True, False):
@@ -233,13 +234,13 @@ def test_a_traced_plan_names_what_the_step_saves() -> None:
 def test_a_copy_of_the_model_has_its_own_forward() -> None:
     (batch, _), model = _tokens(), MODELS["llama"]()
     want = _step(model, batch)
-    LayersInBlocks(model, 64)
+    InBlocks(model, 64)
     _assert_same_steps(want, _step(copy.deepcopy(model), batch))
 
 
 def test_another_result_in_backward_is_refused() -> None:
     layer, (x, shift, _) = Layer(), _numbers(torch.float32)
-    LayersInBlocks(model := Own(layer), 64)
+    InBlocks(model := Own(layer), 64)
     out = model(x, shift)
     layer.qkv.weight.data[3, 4] += 1  # no version counts it
     with pytest.raises(RuntimeError, match=r"^lowtide: a layer in blocks gave other values in the backward pass than"):
@@ -248,7 +249,7 @@ def test_another_result_in_backward_is_refused() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     x, shift, _ = _numbers(torch.float32)
-    LayersInBlocks(model := Own(Layer()), 64)
+    InBlocks(model := Own(Layer()), 64)
     with pytest.raises(RuntimeError, match=r"^lowtide: a second derivative \(create_graph\) of a layer in blocks is"):
         torch.autograd.grad(model(x.requires_grad_(), shift).sum(), x, create_graph=True)
 
@@ -295,7 +296,7 @@ def test_what_is_no_function_of_rows_is_named(change: Any, more: tuple[Any, ...]
         change(layer)
 
     def step() -> None:
-        LayersInBlocks(model := Own(layer), 64)
+        InBlocks(model := Own(layer), 64)
         model(x, shift, *more)
 
     with pytest.raises(ConfigError) as caught:

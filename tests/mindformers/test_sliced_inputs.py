@@ -132,7 +132,7 @@ def trains(rank: int, slices: bool, recompute: Any = True, compat: bool = False,
             loss.backward()
         del loss
         time.sleep(0.1)  # the same
-        stats, left = tide.stats, tide.tide._ledger.now_bytes
+        stats, left = tide.stats, tide.tide._scheduler.ledger.now_bytes
     return {
         "bits": bits,
         "gathers": counted.num,

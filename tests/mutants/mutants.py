@@ -62,7 +62,7 @@ _OPTIMIZER = (
     "optimizer/test_cuts.py",
     "optimizer/test_in_backward.py",
 )
-_LOSS = ("loss/test_dtypes.py", "loss/test_cross_entropy.py", "loss/test_parallel.py")
+_LOSS = ("loss/test_dtypes.py", "loss/test_cross_entropy.py")
 _VERIFY = (
     "pipeline/test_rows.py",
     "pipeline/test_verify.py",
@@ -112,7 +112,7 @@ HANDLES = [
 SWAP = [
     Mutant(
         "sent-before-it-is-filled",
-        "runtime.offload.departures:Departures.keep_time",
+        "runtime.offload.scheduler:Departures.keep_time",
         without("_pending_sequence"),
         ("runtime/offload/test_scheduler.py::test_what_is_saved_before_it_is_filled_is_sent_after",),
         "what an operator saves first and fills afterwards is copied out empty",

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines.base import Lane
-from lowtide.optimizer.in_backward import NUM_TRIED
 from tests.support.optimizer_zoo import assert_same, result_of, swapped
 from tests.support.virtual_engine import VirtualEngine
 
@@ -80,8 +79,8 @@ def _train(
         if each:
             each(optimizer, step)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if handle and handle._overlap._prefetch:
-            fetched.append(len(handle._overlap._prefetch._arrivals))
+        if handle and handle._prefetch:
+            fetched.append(len(handle._prefetch._arrivals))
         optimizer.step()
         optimizer.zero_grad()
     result = result_of(list(model.parameters()), optimizer)
@@ -182,40 +181,10 @@ def test_a_skipped_step_drops_what_was_fetched() -> None:
     assert engine.violations == []
 
 
-class Timed(Counting):
-    """Waits for copies take as long as the test says."""
-
-    seconds = {"step": 1.0, "backward": 0.25}  # noqa: RUF012
-    handle: Any = None
-
-    def stall_seconds(self) -> float:
-        return 0.0
-
-    def wait(self, lane, event):
-        super().wait(lane, event)
-        return self.seconds[self.handle._overlap.mode] if self.handle is not None else 0.0
-
-
-@pytest.mark.parametrize("faster", ["step", "backward"])
-def test_auto_keeps_what_waits_less(faster: str) -> None:
-    engine = Timed(0)
+def test_auto_fetches_ahead_where_the_device_has_a_counter() -> None:
+    engine = Counting(0)
     engine.in_use = 1
-    engine.seconds = {"step": 1.0, "backward": 1.0, faster: 0.25}
-    model = Tower()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine.handle = handle = swapped(optimizer, engine)
-    modes = []
-    for _ in range(2 * NUM_TRIED + 4):
-        model(torch.ones(3, 24)).sum().backward()
-        optimizer.step()
-        modes.append(handle.stats.overlap)
-    assert modes == ["step"] * (1 + NUM_TRIED) + ["backward"] * (NUM_TRIED + 1) + [faster] * 2
-    handle.detach()
-
-
-def test_without_a_counter_auto_stays_with_the_step() -> None:
-    model = Tower()
-    handle = swapped(torch.optim.AdamW(model.parameters()), VirtualEngine(0))
-    assert handle.stats.overlap == "step"
-    assert not handle._overlap._is_trying
-    handle.detach()
+    for chosen, mode in ((engine, "backward"), (VirtualEngine(0), "step")):
+        handle = swapped(torch.optim.AdamW(Tower().parameters()), chosen)
+        assert handle.stats.overlap == mode
+        handle.detach()

@@ -816,7 +816,7 @@ def test_contract_06_unusual_lives_of_a_graph(fate: str, life: Callable[[nn.Modu
         gc.collect()
         stats = tide.stats
         assert (stats.host_bytes, stats.disk_bytes) == (0, 0)
-        assert tide._ledger.now_bytes == 0
+        assert tide._scheduler.ledger.now_bytes == 0
 
 
 @every_fate

@@ -74,7 +74,7 @@ class Interrupt:
 def assert_nothing_left(tide: lowtide.Tide, where: object) -> None:
     gc.collect()
     tide.settle()
-    left = (tide._ledger.now_bytes, tide._scheduler.num_open(), tide.engine.num_slots)
+    left = (tide._scheduler.ledger.now_bytes, tide._scheduler.num_open(), tide.engine.num_slots)
     assert left == (0, 0, 0), f"at bytecode {where}"
 
 

@@ -186,7 +186,7 @@ def test_nothing_grows_over_a_thousand_steps(plan: str, engine: str, tmp_path: P
     assert num_more < MOST_GROWTH_BLOCKS
     stats = tide.stats
     assert (stats.host_bytes, stats.disk_bytes) == (0, 0)
-    assert tide._ledger.now_bytes == 0
+    assert tide._scheduler.ledger.now_bytes == 0
     assert tide._scheduler.num_open() == 0
     tide.remove()
     assert list(tmp_path.iterdir()) == []
@@ -230,7 +230,7 @@ def _assert_nothing_open(tide: lowtide.Tide) -> None:
     tide.settle()
     stats = tide.stats
     assert (stats.host_bytes, stats.disk_bytes) == (0, 0)
-    assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
+    assert (tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes) == (0, 0)
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_unusual_lives_of_a_graph(name: str, seed: int) -> None:
     assert engine.violations == []
     gc.collect()
     tide.settle()
-    assert (engine.num_slots, tide._ledger.now_bytes, tide._scheduler.num_open()) == (0, 0, 0)
+    assert (engine.num_slots, tide._scheduler.ledger.now_bytes, tide._scheduler.num_open()) == (0, 0, 0)
 
 
 # -- a recipe is trusted only where it fits --------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_nothing_grows_over_two_hundred_steps(engine: str) -> None:
             _bad_day(model, step)
         tide.settle()
         assert _num_objects() == before
-        assert (tide._scheduler.num_open(), tide._ledger.now_bytes, tide.engine.num_slots) == (0, 0, 0)
+        assert (tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes, tide.engine.num_slots) == (0, 0, 0)
         assert not tide._scheduler._open_sites or not any(tide._scheduler._open_sites.values())
 
 

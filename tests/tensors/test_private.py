@@ -773,15 +773,6 @@ def test_there_is_no_store_before_a_process_group() -> None:
         private.default_store()
 
 
-def test_torch_s_loss_parallel_is_seen() -> None:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    assert not private.is_loss_parallel()
-    with loss_parallel():
-        assert private.is_loss_parallel()
-    assert not private.is_loss_parallel()
-
-
 @pytest.mark.usefixtures("alone")
 def test_collectives_by_the_name_of_a_group() -> None:
     name = dist.group.WORLD.group_name

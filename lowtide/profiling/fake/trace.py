@@ -38,8 +38,7 @@ from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.blocks import REPEAT
-from lowtide.loss.layers import layer_rows_of
-from lowtide.loss.mlp import mlp_rows_of
+from lowtide.loss.layers import MLPS, block_rows_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.fake.expand_layers import Expanded, expand
 from lowtide.profiling.fake.fake_model import (
@@ -226,8 +225,8 @@ def trace(
         ),
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
-        mlp_rows=mlp_rows_of(model),
-        layer_rows=layer_rows_of(model),
+        mlp_rows=block_rows_of(model, MLPS),
+        layer_rows=block_rows_of(model),
     )
     del expanded
     if left := fakes_left(mode, own):

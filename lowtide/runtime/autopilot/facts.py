@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.core.profile import Profile, StateBytes
+from lowtide.optimizer.groups import OwnedHook
 from lowtide.planner.smaller import form_of
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.runtime.session.tide import Tide
@@ -139,9 +139,9 @@ class SteppingOptimizers:
         self._model = model
         self.optimizers: list[torch.optim.Optimizer] = []
         """Those that have stepped."""
-        self._hook = register_optimizer_step_pre_hook(_tell_of_step(weakref.ref(self)))
+        self._hook = OwnedHook(self, SteppingOptimizers.note).put_on(register_optimizer_step_pre_hook)
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
+    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step."""
         own = {id(parameter) for parameter in self._model.parameters()}
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -158,15 +158,6 @@ class SteppingOptimizers:
     def remove(self) -> None:
         """Look no further. Idempotent."""
         self._hook.remove()
-
-
-def _tell_of_step(finder: weakref.ref[SteppingOptimizers]) -> Callable[..., None]:
-    def about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = finder()
-        if alive is not None:
-            alive.note(optimizer)
-
-    return about_to_step
 
 
 def what_failed(tide: Tide, facts: Facts) -> tuple[dict[str, str], dict[str, str], frozenset[str]]:

@@ -60,7 +60,6 @@ class PlanContext:
     rules: Rules
     min_bytes: int
     scheduler: OffloadScheduler
-    counters: Counters
     fingerprints: Fingerprints
     """Of what is recomputed."""
     sites: dict[str, SiteDecision] = field(default_factory=dict)
@@ -79,6 +78,10 @@ class PlanContext:
     """Cuts the inputs of recomputed layers into slices; None: they are kept whole."""
     unplanned: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
+
+    @property
+    def counters(self) -> Counters:
+        return self.scheduler.counters
 
     @property
     def ledger(self) -> Ledger:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry, is_same_producer
 from lowtide.runtime.hooks.first_forward import FirstForward
 from lowtide.runtime.hooks.regions import Regions
-from lowtide.runtime.offload.departures import Departures
+from lowtide.runtime.offload.scheduler import Departures
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.offload.spill import Guard, Spillable
 from lowtide.runtime.recompute.recipe_graph import RecipeGraph
@@ -47,6 +47,7 @@ from lowtide.tensors.private import (
     disable_current_modes,
     next_sequence_number,
     top_saved_tensors_hooks,
+    tree_leaves,
     version_of,
 )
 from lowtide.tensors.view import TensorOrigin, View, part_of
@@ -90,9 +91,7 @@ class ForwardPass:
             self.log = OperatorLog(context.logged_kinds)
         self.recipe_graph: RecipeGraph | None = None
         if context.nodes is not None:
-            self.recipe_graph = RecipeGraph(
-                context.scheduler, context.counters, self._stay, context.fingerprints, self.log
-            )
+            self.recipe_graph = RecipeGraph(context.scheduler, self._stay, context.fingerprints, self.log)
         self._is_compiled = False
         """A compiled part is running."""
         # One object, so that `is_innermost` can compare by identity.
@@ -392,8 +391,17 @@ class ForwardPass:
         self._calls[kind, name] += 1
         return self._calls[kind, name] - 1
 
-    def catch(self, node: Node, tensor: torch.Tensor | None) -> None:
-        """Hold a retained input: a tensor that autograd does not save, and that a recipe will start from."""
+    def catch(self, nodes: Sequence[Node], tree: Any) -> None:
+        """Hold retained inputs: tensors that autograd does not save, and that recipes will start from. `tree`: what
+        their module was given, or gave."""
+        leaves = tree_leaves(tree) if nodes else []
+        for node in nodes:
+            assert node.decision.retained_input is not None
+            leaf = node.decision.retained_input.leaf
+            found = leaves[leaf] if leaf < len(leaves) else None
+            self._catch(node, found if isinstance(found, torch.Tensor) else None)
+
+    def _catch(self, node: Node, tensor: torch.Tensor | None) -> None:
         with disable_current_modes() if self.first.is_on else contextlib.nullcontext():
             if tensor is None:
                 self._miss()

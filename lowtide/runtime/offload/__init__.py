@@ -1,7 +1,6 @@
 """Moves saved storages over an engine: offload, prefetch, spill.
 
-Start at `scheduler.py`; `site.py` is what it moves, `departures.py` when a forward pass sends it, `prefetch.py` when a
-backward pass fetches it, `spill.py` what happens near a limit.
+Start at `scheduler.py`; `site.py` is what it moves, `spill.py` what happens near a limit.
 May import: `runtime/saved`, `engines`, `tensors`, `core`, `errors`, `units`.
 Must not: decide a fate. It owns every rule of order, under one lock.
 """

@@ -2,7 +2,7 @@
 
 What: the `OffloadScheduler` copies sites (runtime/offload/site.py) off the device after the forward has saved them, and
 back before the backward needs them. It starts copies, waits for them and frees memory, and orders all that by the
-engine's `record` and `wait` alone. What is fetched ahead of need, and when, is in prefetch.py.
+engine's `record` and `wait` alone.
 
 Here *source* is `Copy.source`: the original storage on the device, from which the copy out reads.
 
@@ -21,16 +21,27 @@ The rules (each of them broken has given a wrong gradient somewhere):
 
 Out of memory: a fetch that a reader waits for frees what was fetched ahead of need, and tries once more.
 
-Bounds: bytes in copies out, and bytes fetched ahead of need, are each held below a window (prefetch.py). When copies
-fall behind, compute waits: a stall, not an out-of-memory. A solved plan says of each copy when it must be complete and
-when its fetch starts; such copies do not count in a window.
+Ahead of need: backward reads the sites of a queue from the end, and each saved tensor that it opens says how far it has
+come. A fetch starts in one of three ways:
+- The sites have no distance. Then each read starts the fetches of the sites saved before it, latest first, as far as
+  the window has room.
+- A site has a *distance* of N. Then its fetch starts when backward is within N operators of the site's first reader.
+- All sites of a queue have a distance. Then the queue is *timed* (site.py): it is sorted by when the fetches start.
+A fetch ahead of need that finds no memory is given up, and so are further ones in this backward pass.
 
-Cost: about 15 us of Python a site. Not covered: what to swap (planner), where host bytes live (engines).
+Bounds: bytes in copies out, and bytes fetched ahead of need, are each held below a window, which follows the bytes that
+a pass really swaps (1/50 of them, and never less than two of the largest sites). When copies fall behind, compute
+waits: a stall, not an out-of-memory. A solved plan says of each copy when it must be complete and when its fetch
+starts; such copies do not count in a window.
+
+Cost: about 15 us of Python a site; 1 us a saved tensor that is opened, where any site has a distance. Not covered: what
+to swap (planner), where host bytes live (engines). Operators that saved nothing are not seen: no fetch starts at them.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
 import threading
 import time
 import warnings
@@ -42,30 +53,55 @@ import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
 from lowtide.errors import TierFull
-from lowtide.runtime.offload.prefetch import Prefetch, Window
 from lowtide.runtime.offload.site import Copy, HeldForBackward, OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.private import (
+    current_autograd_node,
     current_graph_task_id,
+    next_sequence_number,
     queue_callback,
+    sequence_number,
     storage_key,
 )
 from lowtide.tensors.view import Shape
 
 _POLL_SECONDS = 1e-4
+_WINDOW_SHARE = 50
 
 
 def _windowed_bytes(copy: Copy) -> int:
     return 0 if copy.has_deadline else copy.nbytes
 
 
+class Window:
+    """How many bytes may be in copies out, and how many may be fetched ahead of need. Units: bytes."""
+
+    __slots__ = ("_pass_bytes", "largest_bytes", "min_bytes")
+
+    def __init__(self) -> None:
+        # A smaller window causes waits and saves little: 16 MiB are a few thousandths of the smallest accelerator.
+        self.min_bytes = 16 * 2**20
+        self.largest_bytes = 0
+        """The largest site that was ever to be moved."""
+        self._pass_bytes = 0
+
+    def nbytes(self) -> int:
+        """The size of the window now. It follows the last complete forward pass."""
+        return max(self._pass_bytes // _WINDOW_SHARE, 2 * self.largest_bytes, self.min_bytes)
+
+    def note_pass(self, swapped_bytes: int) -> None:
+        """A forward pass is complete, and swapped `swapped_bytes`."""
+        self._pass_bytes = max(swapped_bytes, self._pass_bytes // 2)
+
+
 class OffloadScheduler:
     """Copies sites off the device and back. One per tide; safe to call from autograd's threads."""
 
-    def __init__(self, engine: Engine, counters: Counters, ledger: Ledger) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.counters = counters
-        self.ledger = ledger
+        self.counters = Counters()
+        self.ledger = Ledger()
+        """Of the bytes of activations on the device."""
         self.lock = threading.RLock()
         self._is_closed = False
         self.lease: object = None
@@ -82,7 +118,10 @@ class OffloadScheduler:
         self._unfreed: deque[tuple] = deque()
         self._open_sites: dict[int, weakref.WeakSet[OffloadedStorage | HeldForBackward]] = {}
         self.window = Window()
-        self.prefetch = Prefetch(engine, self.lock, self.window)
+        self._ahead_bytes = 0
+        """Fetched ahead of need, and not read yet."""
+        self._full_task: int | None = None
+        """The backward in which a fetch ahead of need found no room."""
         self._has_warned_full = False
         rest = (self.copies, self._unfreed, self._arriving, self._leaving)
         weakref.finalize(self, _leave_the_rest, engine.leftovers, *rest).atexit = False
@@ -90,11 +129,6 @@ class OffloadScheduler:
         self.on_buffer: Callable[[torch.UntypedStorage], None] | None = None
         # Nothing is fetched ahead of need beyond so many bytes of activations. None: as far as the plan says.
         self.most_ahead_bytes: int | None = None
-
-    def has_room(self, site: OffloadedStorage) -> bool:
-        """Whether a site may be fetched ahead of need."""
-        most_bytes = self.most_ahead_bytes
-        return most_bytes is None or self.ledger.now_bytes + site.copy.nbytes <= most_bytes
 
     @property
     def leaving_bytes(self) -> int:
@@ -250,7 +284,7 @@ class OffloadScheduler:
             self._enter_task(site)
             if self.engine.compute_stream() == site.stream:
                 self._ensure_resident_now(site)
-                self.prefetch.after_read(site, self)
+                self._fetch_before(site)
                 storage = self._storage(site)
             else:
                 storage = self._read_apart(site)
@@ -303,7 +337,7 @@ class OffloadScheduler:
             # Something else kept the storage alive (a cache, an output): swapping freed nothing, no fetch is needed.
             self.counters.aliased_bytes += copy.nbytes
         else:
-            copy.buffer, site.arrival = self._copy_in(site)
+            copy.buffer, copy.arrival = self._copy_in(site)
         self._account(copy)
         self._note_open(site)
 
@@ -324,17 +358,17 @@ class OffloadScheduler:
             for other in self._open_sites.get(site.task, ())
             if isinstance(other, OffloadedStorage)
             and other is not site
-            and other.arrival is not None
+            and other.copy.arrival is not None
             and not other.num_reads
         ]
         if not ahead and not self._leaving:
             return False
-        self.prefetch.give_up(site.task)
+        self._full_task = site.task
         while self._leaving:
             self._retire_first()
         for other in ahead:
             # Until its copy is complete the buffer's memory cannot be reused.
-            self._block_until(other.arrival)
+            self._block_until(other.copy.arrival)
             self.release(other)
         self._let_go_of_arrived()
         return True
@@ -343,8 +377,8 @@ class OffloadScheduler:
         if site.copy.source is not None:
             return site.copy.source
         assert site.copy.buffer is not None
-        if site.arrival is not None:
-            self._wait_for(site.arrival, site.copy)
+        if site.copy.arrival is not None:
+            self._wait_for(site.copy.arrival, site.copy)
         return site.copy.buffer
 
     def _wait_for(self, arrival: Event, copy: Copy) -> None:
@@ -406,16 +440,14 @@ class OffloadScheduler:
 
     def follower(self, queue: PrefetchQueue) -> Callable[[], None]:
         """A function that handles call when they are opened: it tells the queue how far backward has come."""
-        return functools.partial(self.prefetch.follow, queue, self)
+        return functools.partial(self.follow, queue)
 
     def release(self, site: OffloadedStorage) -> None:
         """The last reader of this backward has its tensor: free the buffer. The slot keeps the bytes for the next."""
         copy = site.copy
-        if copy.is_ahead:
-            self.prefetch.forget(copy)
+        self._note_read(copy)
         if copy.buffer is not None:
-            copy.buffer = None
-            site.arrival = None
+            copy.buffer = copy.arrival = None
             self._account(copy)
         if copy.source is not None and copy.is_needed_soon:
             copy.is_needed_soon = False
@@ -428,6 +460,98 @@ class OffloadScheduler:
             for opened in list(self._open_sites.pop(task, ())):
                 opened.let_go(task)
             self._free_pending()
+
+    # -- ahead of need ---------------------------------------------------------------------------------------------
+
+    def follow(self, queue: PrefetchQueue) -> None:
+        """A saved tensor is being opened: backward has reached the operator that reads it. Without the lock."""
+        node = current_autograd_node() if queue.has_distances else None
+        if node is None:
+            return
+        sequence = sequence_number(node)
+        is_due = queue.next_start is None or sequence <= queue.next_start
+        # Another backward starts from the end again.
+        if not is_due and queue.task == current_graph_task_id():
+            return
+        with self.lock:
+            queue.enter(current_graph_task_id())
+            if queue.is_timed:
+                self._fetch_timed(queue, sequence)
+            else:
+                self._fetch_due(queue, sequence)
+
+    def _fetch_before(self, site: OffloadedStorage) -> None:
+        """Start fetching what backward will read next: the sites saved before this one, latest first."""
+        queue = site.queue
+        if queue.is_timed:
+            self.follow(queue)
+            return
+        queue.cursor = min(queue.cursor, site.index + 1)
+        while queue.cursor > 0:
+            following = queue.sites[queue.cursor - 1]()
+            if following is not None and following is not site:
+                if following.distance is not None:
+                    is_due = following.last_use >= site.last_use - following.distance
+                else:
+                    is_due = self._ahead_bytes + following.copy.nbytes <= self.window.nbytes()
+                if not is_due or not self._fetch_ahead(following):
+                    return
+            queue.cursor -= 1
+
+    def _fetch_due(self, queue: PrefetchQueue, sequence: int) -> None:
+        """Backward reached the operator with this autograd sequence number: start the fetches that are due."""
+        while queue.cursor > 0:
+            following = queue.sites[queue.cursor - 1]()
+            if following is not None:
+                if following.distance is None or following.last_use < sequence - following.distance:
+                    return
+                if not self._fetch_ahead(following):
+                    return
+            queue.cursor -= 1
+
+    def _fetch_timed(self, queue: PrefetchQueue, sequence: int) -> None:
+        while queue.cursor > 0:
+            following = queue.sites[queue.cursor - 1]()
+            if following is not None:
+                if following.start_at < sequence:
+                    queue.next_start = following.start_at
+                    return
+                has_been_read = following.task == queue.task and following.num_reads > 0
+                # Backward is past its first reader: either it has been read, or this backward does not need it.
+                is_ahead = not has_been_read and following.last_use <= sequence + 1
+                if is_ahead and not self._fetch_ahead(following):
+                    return
+            queue.cursor -= 1
+        queue.next_start = -1
+
+    def _fetch_ahead(self, site: OffloadedStorage) -> bool:
+        """Start a fetch ahead of need; False where memory has no room for it."""
+        task, most_bytes = site.queue.task, self.most_ahead_bytes
+        if self._full_task == task:
+            return False
+        if most_bytes is not None and self.ledger.now_bytes + site.copy.nbytes > most_bytes:
+            return False
+        if self.engine.compute_stream() != site.stream:
+            return True  # its buffer has to come from the pool of the reader's stream: its reader will fetch it
+        if site.task != task:
+            site.task = task
+            site.num_reads = 0
+        try:
+            self.ensure_resident(site)
+        except (RuntimeError, MemoryError):
+            # Harmless: nobody waits for this fetch. If the cause was not a lack of memory, the reader gets the error.
+            self._full_task = task
+            return False
+        if not site.copy.is_ahead:
+            site.copy.is_ahead = True
+            self._ahead_bytes += site.copy.nbytes
+        return True
+
+    def _note_read(self, copy: Copy) -> None:
+        """If it was fetched ahead it has been read, or nobody will read it: it no longer counts in the window."""
+        if copy.is_ahead:
+            copy.is_ahead = False
+            self._ahead_bytes -= copy.nbytes
 
     # -- giving back -----------------------------------------------------------------------------------------------
 
@@ -447,8 +571,7 @@ class OffloadScheduler:
 
     def _take_over(self, copy: Copy) -> None:
         """Take over what the copy of a dead site owned. Safe to call again if a Ctrl-C interrupted it."""
-        if copy.is_ahead:
-            self.prefetch.forget(copy)
+        self._note_read(copy)
         copy.buffer = None
         entry = (copy.slot, _events_of(copy))
         if copy.slot is not None:
@@ -513,3 +636,65 @@ def _leave_the_rest(leftovers: deque, copies: dict, unfreed: deque, arriving: di
     leftovers.extend((slot, events, None) for slot, events in unfreed)
     leftovers.extend((None, (event,), buffer) for buffer, event in arriving.values())
     leftovers.extend((None, (copy.event,), copy.source) for copy in leaving)
+
+
+class Departures:
+    """The sites of one forward pass whose copies have not started, or have a deadline.
+
+    Some operators save a tensor first and fill it afterwards (`rrelu` saves its noise, then draws it), so a copy starts
+    when the next operator saves something. And a solved plan uses the memory that its copies free: where a copy must be
+    complete by some operator, compute waits for it. Cost: nothing where nothing was swapped; else one comparison of
+    numbers for each saved tensor.
+    """
+
+    __slots__ = ("_deadlines", "_pending", "_pending_sequence", "_scheduler", "is_any")
+
+    def __init__(self, scheduler: OffloadScheduler) -> None:
+        self._scheduler = scheduler
+        self.is_any = False
+        """There are such sites: `keep_time` has to be called for each tensor that is saved."""
+        # What to do with what the operator saved that is being recorded now: its kernel has not been launched yet.
+        self._pending: list[Callable[[], None]] = []
+        self._pending_sequence = -1
+        # Copies that must be complete when the forward reaches a sequence number; the next one first.
+        self._deadlines: list[tuple[int, int, Copy]] = []
+
+    def add(self, site: OffloadedStorage, tier: str | None, leave: int | None, sequence: int) -> None:
+        """A new site, saved by operator number `sequence`. Its copy must be complete `leave` operators later."""
+        if leave is not None:
+            site.copy.has_deadline = True
+            # Its copy starts with the next operator's save, so it cannot be complete before that.
+            heapq.heappush(self._deadlines, (sequence + max(leave, 1), site.index, site.copy))
+        self.add_later(functools.partial(self._scheduler.start_offload, site, tier), sequence)
+
+    def add_later(self, start: Callable[[], None], sequence: int) -> None:
+        """Call `start` once operator number `sequence` has been launched: when the next one saves something, or at the
+        end of the forward. It may call `add`."""
+        self._pending.append(start)
+        self._pending_sequence = sequence
+        self.is_any = True
+
+    def keep_time(self, *, ahead: int = 0) -> None:
+        """Start the copies of what was saved before this operator, and wait for those whose deadline has come.
+
+        `ahead`: 1 where the operator has no number yet. A compiled part saves at its end, and by then it has computed.
+        """
+        sequence = next_sequence_number() + ahead
+        if self._pending and sequence != self._pending_sequence:
+            self._send_pending()
+        while self._deadlines and self._deadlines[0][0] <= sequence:
+            self._scheduler.finish_due(heapq.heappop(self._deadlines)[2])
+        self.is_any = bool(self._pending or self._deadlines)
+
+    def close(self) -> None:
+        """The forward is over: start the copies that are left, and wait for all that have a deadline."""
+        while self._pending:  # what is stored smaller may leave after that
+            self._send_pending()
+        for _, _, copy in self._deadlines:
+            self._scheduler.finish_due(copy)
+        self._deadlines.clear()
+
+    def _send_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for start in pending:
+            start()

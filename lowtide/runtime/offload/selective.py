@@ -39,7 +39,7 @@ from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
-from lowtide.runtime.saved.stats import Counters, Ledger, Stats
+from lowtide.runtime.saved.stats import Stats
 from lowtide.tensors.kinds import is_plain, written_arguments
 from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import (
@@ -89,9 +89,7 @@ class SelectiveOffload:
         self.min_bytes = min_bytes
         chosen = choose_engine(engine, model, Plan(layers=(), min_bytes=min_bytes, host_budget_bytes=host_bytes))
         self.engine = chosen
-        self.counters = Counters()
-        self.ledger = Ledger()
-        self.scheduler = OffloadScheduler(chosen, self.counters, self.ledger)
+        self.scheduler = OffloadScheduler(chosen)
         if chosen is not engine:
             # It must outlive every graph that still has something on it: the last of them takes it down.
             weakref.finalize(self.scheduler, chosen.close)
@@ -104,12 +102,12 @@ class SelectiveOffload:
         if self._is_closed:
             raise ConfigError("lowtide.selective_offload: it was closed; make a new one")
         region = _Region(self)
-        return _FirstRun(region), _SecondRun(region)
+        return _Run(region, is_again=False), _Run(region, is_again=True)
 
     @property
     def stats(self) -> Stats:
         """Totals so far. Kept: what the policy saves. What is recomputed is not counted."""
-        return self.counters.totals(self.engine, peak_bytes=self.ledger.peak_bytes)
+        return self.scheduler.counters.totals(self.engine, peak_bytes=self.scheduler.ledger.peak_bytes)
 
     def close(self) -> None:
         """No region will follow. Graphs that are still alive keep working. Idempotent."""
@@ -273,7 +271,7 @@ class _Region:
         assert self.queue is not None
         self._forget_overwritten()
         self.queue.turn(self.start)
-        self.offload.counters.num_forwards += 1
+        self.offload.scheduler.counters.num_forwards += 1
 
     def first(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Run `op`, and hold what the policy wants held."""
@@ -340,8 +338,8 @@ class _Region:
         if isinstance(owner, nn.Parameter) or not offload.is_movable(tensor, said):
             held = _Held(alias, saved_at)
             if owner is None:
-                offload.counters.kept_bytes += storage.nbytes()
-                held.share = offload.ledger.hold(held, storage.nbytes())
+                offload.scheduler.counters.kept_bytes += storage.nbytes()
+                held.share = offload.scheduler.ledger.hold(held, storage.nbytes())
             return held
         part = part_of(tensor if owner is None else owner)
         site = offload.scheduler.find(storage, saved_at.version, part)
@@ -379,56 +377,38 @@ class _Region:
         return output
 
 
-class _FirstRun(TorchDispatchMode):
-    """Sees the forward pass of a region."""
+class _Run(TorchDispatchMode):
+    """Sees the forward pass of a region, or the region run again."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, region: _Region, *, is_again: bool) -> None:
         super().__init__()
         self.region = region
+        self.is_again = is_again
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> _FirstRun:
-        self.region.begin()
+    def __enter__(self) -> _Run:
+        if self.is_again:
+            self.region.numbers.clear()  # with retain_graph it may run more than once
+        else:
+            self.region.begin()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.region.end()
+        if not self.is_again:
+            self.region.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
-        return self.region.first(func, args, kwargs or {})
-
-
-class _SecondRun(TorchDispatchMode):
-    """Sees a region run again."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, region: _Region) -> None:
-        super().__init__()
-        self.region = region
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __enter__(self) -> _SecondRun:
-        self.region.numbers.clear()  # with retain_graph it may run more than once
-        super().__enter__()
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **(kwargs or {}))
-        return self.region.again(func, args, kwargs or {})
+        run = self.region.again if self.is_again else self.region.first
+        return run(func, args, kwargs or {})
 
 
 def _writes(op: Any) -> bool:

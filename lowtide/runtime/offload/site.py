@@ -56,6 +56,7 @@ class Copy(weakref.ref):
 
     __slots__ = (
         "__weakref__",
+        "arrival",
         "buffer",
         "event",
         "has_deadline",
@@ -81,6 +82,8 @@ class Copy(weakref.ref):
         self.is_ahead = False
         self.slot: Slot | None = None
         self.event: Event = None
+        # Of the copy that fills the buffer.
+        self.arrival: Event = None
         # The last copy in. Until it is complete the slot must not be freed, even if nobody waits for it any more.
         self.reading: Event = None
         self.is_leaving = False
@@ -116,7 +119,6 @@ class OffloadedStorage:
 
     __slots__ = (
         "__weakref__",
-        "arrival",
         "copy",
         "device",
         "distance",
@@ -128,7 +130,6 @@ class OffloadedStorage:
         "part",
         "queue",
         "scheduler",
-        "start_at",
         "stream",
         "task",
         "version",
@@ -159,12 +160,16 @@ class OffloadedStorage:
         self.distance = distance
         # Autograd's sequence number when it was last saved. The operator that reads it first has the number before.
         self.last_use = 0
-        self.start_at = 0
-        self.arrival: Event = None
         self.task: int | None = None
         self.num_readers = 0
         self.num_reads = 0
         self.index = queue.append(self)
+
+    @property
+    def start_at(self) -> int:
+        """In a timed queue: where backward starts its fetch."""
+        assert self.distance is not None
+        return self.last_use - 1 + self.distance
 
     def elsewhere(self) -> torch.UntypedStorage | None:
         """The original storage, if something other than this site keeps it alive."""
@@ -225,9 +230,6 @@ class PrefetchQueue:
         alive = [site for site in (reference() for reference in self.sites) if site is not None]
         if not alive or any(site.distance is None for site in alive):
             return
-        for site in alive:
-            assert site.distance is not None
-            site.start_at = site.last_use - 1 + site.distance
         # Of those that start together, the one that is needed first is last: a lane is in order.
         alive.sort(key=lambda site: (site.start_at, site.last_use))
         for index, site in enumerate(alive):

@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.handle import Kept
-from lowtide.runtime.saved.stats import Counters, Ledger, Share
+from lowtide.runtime.saved.stats import Share
 from lowtide.tensors.kinds import is_movable
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
 from lowtide.tensors.view import Shape, TensorOrigin, View, modified_error, part_of
@@ -196,8 +196,6 @@ class Guard:
         limit_bytes: int,
         *,
         scheduler: OffloadScheduler,
-        counters: Counters,
-        ledger: Ledger,
         min_bytes: int,
         state_bytes: Callable[[], int],
         slack_bytes: int | None = None,
@@ -209,7 +207,6 @@ class Guard:
         was planned. None: unknown."""
         self.beside_bytes: Callable[[], int] = int
         """What forward passes hold whose backward pass is still to come, and that ran under other plans."""
-        self.limit_bytes = limit_bytes
         self._slack_bytes = slack_bytes
         self._unplanned_bytes = 0
         self._owed: deque[tuple[weakref.ref[MaySpill], int]] = deque()
@@ -217,15 +214,12 @@ class Guard:
         self._high_bytes = limit_bytes - limit_bytes // _HEADROOM_SHARE
         self._longer_bytes = longer_bytes
         self._num_calls = num_calls
-        self._is_longer = False
-        """What is saved in this step is more than the plan knows."""
         self.num_extra_calls = 0
         """Calls of layers that no plan knew, so far."""
         self._scheduler = scheduler
         engine = scheduler.engine
         self._note_stream = None if engine.device_type == "cpu" else engine.compute_stream
-        self._counters = counters
-        self._ledger = ledger
+        self._ledger = scheduler.ledger
         self._min_bytes = min_bytes
         self._state_bytes = state_bytes
         self._model_bytes = state_bytes()
@@ -246,7 +240,6 @@ class Guard:
         self._unplanned_bytes = 0
         self._owed.clear()
         if self._ledger.now_bytes == 0:
-            self._is_longer = False
             self._scheduler.most_ahead_bytes = None
 
     def _look_around(self) -> None:
@@ -279,7 +272,8 @@ class Guard:
             self._candidates.append(reference)
             if not is_planned:
                 self._note_longer()
-        if self._owed or self._is_longer or self._ledger.now_bytes > self._room_bytes:
+        is_longer = self._scheduler.most_ahead_bytes is not None
+        if self._owed or is_longer or self._ledger.now_bytes > self._room_bytes:
             self.check()
         return handle
 
@@ -310,9 +304,7 @@ class Guard:
 
     def _note_longer(self) -> None:
         """From now on this step is not the one that was planned: its worst moment may be where the plan's is not."""
-        if not self._is_longer and self._longer_bytes is not None:
-            self._is_longer = True
-            self._scheduler.most_ahead_bytes = self._longer_bytes
+        self._scheduler.most_ahead_bytes = self._longer_bytes
 
     def offer(self, source: MaySpill, queue: PrefetchQueue) -> None:
         """A recomputed source that has to stay because its recipe does not hold: it may be spilled.
@@ -358,14 +350,13 @@ class Guard:
         excess_bytes = live_bytes - self._high_bytes
         if excess_bytes > 0:
             self._note_longer()
-        if self._is_longer:
-            assert self._longer_bytes is not None
+        if self._longer_bytes is not None and self._scheduler.most_ahead_bytes is not None:
             excess_bytes = max(excess_bytes, self._beside_bytes + self._ledger.now_bytes - self._longer_bytes)
         if excess_bytes <= 0:
             return
         with self._scheduler.lock, disable_current_modes():
             if not self._spill(excess_bytes, next_sequence_number()):
-                self._counters.num_over_limit += 1
+                self._scheduler.counters.num_over_limit += 1
 
     def hold_at_most(self, nbytes: int) -> None:
         """Between two forward passes: spill until the activations of those that are over hold no more than this."""
@@ -382,7 +373,7 @@ class Guard:
         self.check()
         over_bytes = 0 if self._slack_bytes is None else self._unplanned_bytes - self._slack_bytes
         if over_bytes > 0:
-            self._counters.num_over_limit += 1
+            self._scheduler.counters.num_over_limit += 1
             warnings.warn(
                 f"lowtide: {format_bytes(self._unplanned_bytes)} of what the plan makes again had to stay in this "
                 "forward pass, because recipes did not hold, and there was no room to send them away: this step may "
@@ -406,13 +397,9 @@ class Guard:
                 if source is None or (source.site is not None and source.site.copy.slot is not None):
                     self._unplanned_bytes -= nbytes  # dead, or sent away below the mark
                     continue
-                spilled_bytes = source.spill() if source.site is None else 0
-                if spilled_bytes:
-                    self._counters.num_spills += 1
-                    self._counters.spilled_bytes += spilled_bytes
-                    self._counters.kept_bytes -= spilled_bytes
-                    self._unplanned_bytes -= spilled_bytes
-                    paid_bytes += spilled_bytes
+                spilled_bytes = self._spill_one(source)
+                self._unplanned_bytes -= spilled_bytes
+                paid_bytes += spilled_bytes
             if paid_bytes:
                 self._scheduler.retire(max(0, self._scheduler.leaving_bytes - paid_bytes))
 
@@ -425,11 +412,16 @@ class Guard:
             if handle is not None and handle.sequence == sequence:
                 break  # saved by the operator that is running now
             self._candidates.popleft()
-            spilled_bytes = handle.spill() if handle is not None and handle.site is None else 0
-            if spilled_bytes:
-                self._counters.num_spills += 1
-                self._counters.spilled_bytes += spilled_bytes
-                self._counters.kept_bytes -= spilled_bytes
-                missing_bytes -= spilled_bytes
+            missing_bytes -= self._spill_one(handle)
         self._scheduler.retire(max(0, self._scheduler.leaving_bytes - excess_bytes))
         return missing_bytes <= 0
+
+    def _spill_one(self, kept: Spillable | MaySpill | None) -> int:
+        """The bytes that this will free: 0 where it is dead, or away already."""
+        nbytes = kept.spill() if kept is not None and kept.site is None else 0
+        if nbytes:
+            counters = self._scheduler.counters
+            counters.num_spills += 1
+            counters.spilled_bytes += nbytes
+            counters.kept_bytes -= nbytes
+        return nbytes

@@ -50,7 +50,6 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_nodes import Input, Node, Source, SourceLink, StateLink
 from lowtide.runtime.recompute.recipe_sources import RecomputedSource
-from lowtide.runtime.saved.stats import Counters
 from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
@@ -70,7 +69,6 @@ class RecipeGraph:
     """The sources of one forward pass."""
 
     scheduler: OffloadScheduler
-    counters: Counters
     stays: Callable[[RecomputedSource], None]
     """Called with each source that should be dropped and cannot be: a divergence."""
     fingerprints: Fingerprints
@@ -127,7 +125,7 @@ class RecipeGraph:
             node.has_failed, node.why_failed = True, form
             self._stay(source)
         else:
-            self.counters.narrowed_bytes += source.nbytes - form.nbytes
+            self.scheduler.counters.narrowed_bytes += source.nbytes - form.nbytes
 
     def add(self, node: Node, source: Source) -> None:
         """Recipes may start from this source of a node."""
@@ -153,7 +151,7 @@ class RecipeGraph:
             self._stay(source)
             return
         source.drop(links)
-        self.counters.recomputed_bytes += source.nbytes
+        self.scheduler.counters.recomputed_bytes += source.nbytes
 
     def _links(self, node: Node, source: RecomputedSource) -> tuple[SourceLink | StateLink, ...] | None:
         """What the source is recomputed from, as this forward pass has shown it; None where it must stay."""
@@ -210,7 +208,7 @@ class RecipeGraph:
         return SourceLink(entry.name, source, shape) if fits else None
 
     def _stay(self, source: RecomputedSource) -> None:
-        self.counters.kept_bytes += source.nbytes
+        self.scheduler.counters.kept_bytes += source.nbytes
         self.stays(source)
 
     def _holds(self, node: Node, source: RecomputedSource, links: tuple[SourceLink | StateLink, ...]) -> bool:

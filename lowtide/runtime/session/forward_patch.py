@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lowtide.optimizer.groups import OwnedHook
 from lowtide.tensors.compiled import not_traced, refuse_compiled_call
 from lowtide.tensors.private import COMPILED_CALL, is_compiled_module, is_forward_mode, queue_callback
 
@@ -141,9 +141,11 @@ class UnobservedForwards:
         self._is_waiting = True
         self._was_aside = False
         """The forward was called, where lowtide steps aside."""
-        me = weakref.ref(self)
         trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p))
-        self._hooks = [parameter.register_hook(_hook(me, name)) for name, parameter in trained]
+        self._hooks = [
+            OwnedHook(self, functools.partial(UnobservedForwards.arrived, name=name)).put_on(parameter.register_hook)
+            for name, parameter in trained
+        ]
 
     def end(self) -> None:
         """The forward was seen, or need not come any more. Idempotent."""
@@ -167,7 +169,7 @@ class UnobservedForwards:
         for hook in self._hooks:
             hook.remove()
 
-    def arrived(self, name: str) -> None:
+    def arrived(self, gradient: Any, *, name: str) -> None:
         """A parameter has got its gradient."""
         if not self._is_waiting:
             # A micro-batch was taken back in which the hooks had gone, and with everything else they came back.
@@ -214,15 +216,6 @@ class UnobservedForwards:
             f"the forward of {kind}, which {self._call} wrapped, was never called; give {self._call} the module whose "
             "forward runs"
         )
-
-
-def _hook(forwards: weakref.ref[UnobservedForwards], name: str) -> Callable[[Any], None]:
-    def arrived(gradient: Any) -> None:
-        unobserved = forwards()
-        if unobserved is not None:
-            unobserved.arrived(name)
-
-    return arrived
 
 
 def _runs(modules: dict[str, nn.Module], parameter: str) -> str:

@@ -35,7 +35,7 @@ from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints, RecipeMismatchError
 from lowtide.runtime.recompute.recipe_graph import give_up_recipe
 from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
-from lowtide.runtime.saved.stats import Counters, Ledger, Stats
+from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.forward_patch import UnobservedForwards
 from lowtide.runtime.session.optimizer_state import PlacedState
@@ -77,9 +77,7 @@ class Tide:
         self.engine = engine
         self._plan = plan
         self._optimizer = optimizer
-        self._counters = Counters()
-        self._ledger = Ledger()
-        self._scheduler = OffloadScheduler(engine, self._counters, self._ledger)
+        self._scheduler = OffloadScheduler(engine)
         if owns_engine:
             # It must outlive every graph that still holds activations: the last of them takes it down. An engine that
             # the caller made is the caller's to close.
@@ -88,7 +86,7 @@ class Tide:
         self._rollback = Rollback(
             model,
             optimizer,
-            counters=lambda: self._counters,
+            counters=lambda: self._scheduler.counters,
             settle=self.settle,
             tighten=self._tighten,
             describe_floor=self._describe_floor,
@@ -154,8 +152,8 @@ class Tide:
         """A snapshot of what happened since `apply` or the last `reset_stats()`."""
         peak_bytes = self.engine.device_peak_bytes()
         if peak_bytes is None:
-            peak_bytes = self._model_state_bytes() + self._ledger.peak_bytes
-        return self._counters.totals(
+            peak_bytes = self._model_state_bytes() + self._scheduler.ledger.peak_bytes
+        return self._scheduler.counters.totals(
             self.engine,
             peak_bytes=peak_bytes,
             since_seconds=self._stall_base_seconds,
@@ -165,7 +163,7 @@ class Tide:
     @property
     def live_bytes(self) -> int:
         """Activations that are on the device now, as the ledger counts them. Unlike `stats`, cheap."""
-        return self._ledger.now_bytes
+        return self._scheduler.ledger.now_bytes
 
     @property
     def num_misfits(self) -> int:
@@ -173,12 +171,12 @@ class Tide:
         expect. Unlike `stats`, cheap."""
         guard = self._context.guard
         num_extra = 0 if guard is None else guard.num_extra_calls
-        return self._counters.num_divergences + len(self._context.unplanned) + num_extra
+        return self._scheduler.counters.num_divergences + len(self._context.unplanned) + num_extra
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew."""
-        self._counters.reset()
-        self._ledger.restart_peak()
+        self._scheduler.counters.reset()
+        self._scheduler.ledger.restart_peak()
         self._stall_base_seconds = self.engine.stall_seconds()
         self.engine.reset_device_peak()
 
@@ -188,10 +186,10 @@ class Tide:
 
         Its steps take longer, by some 7 us an operator; it leaves nothing else. See runtime/session/audit.py.
         """
-        before = self._counters.num_forwards
+        before = self._scheduler.counters.num_forwards
 
         def done(peak_bytes: int | None) -> None:
-            if peak_bytes is not None and self._counters.num_forwards != before:
+            if peak_bytes is not None and self._scheduler.counters.num_forwards != before:
                 self.audited_peak_bytes = peak_bytes
 
         of = (self.model, self._optimizer, self.engine.device_type)
@@ -222,8 +220,6 @@ class Tide:
             self._context.guard = Guard(
                 limit_bytes,
                 scheduler=self._scheduler,
-                counters=self._counters,
-                ledger=self._ledger,
                 min_bytes=self._plan.min_bytes,
                 state_bytes=self._model_state_bytes,
                 slack_bytes=slack_bytes,
@@ -348,7 +344,7 @@ class Tide:
             return self._give_up_recipes(error, num_tried)
         if isinstance(error, RecomputeRefusedError):
             return f"'{error.path}' is kept now"
-        has_room = bool(self.engine.tiers) and not self._counters.num_kept_for_lack_of_room
+        has_room = bool(self.engine.tiers) and not self._scheduler.counters.num_kept_for_lack_of_room
         smaller = tighter(self._plan, has_room=has_room)
         if smaller is None:
             return None
@@ -373,7 +369,7 @@ class Tide:
         return (
             f"Parameters, gradients, buffers and optimizer state alone are "
             f"{format_bytes(self._model_state_bytes())}, and activations took up to "
-            f"{format_bytes(self._ledger.peak_bytes)} more.{plan_message(self._plan)}"
+            f"{format_bytes(self._scheduler.ledger.peak_bytes)} more.{plan_message(self._plan)}"
         )
 
     # -- how it works ----------------------------------------------------------------------------------------------
@@ -385,7 +381,6 @@ class Tide:
             rules=plan.rules,
             min_bytes=plan.min_bytes,
             scheduler=self._scheduler,
-            counters=self._counters,
             nodes=nodes,
             fingerprints=Fingerprints(functools.partial(give_up_recipe, nodes or {}), is_deep=plan.check == "deep"),
             logged_kinds=logged_kinds(nodes),

@@ -186,7 +186,7 @@ class Tides:
         self._rollback = Rollback(
             model,
             optimizer,
-            counters=lambda: self.tide._counters if self.tide is not None else None,
+            counters=lambda: self.tide._scheduler.counters if self.tide is not None else None,
             settle=self._settle,
             tighten=self._tighten,
             describe_floor=self._describe_floor,

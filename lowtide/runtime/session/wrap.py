@@ -12,9 +12,14 @@ whoever set the hooks. (`vmap` and `jvp` work.) So a layer that uses these insid
 stays, whatever the plan says, and a warning names it. The first forward finds out: the layer's forward starts and
 raises; everything that it changed is restored, and it runs again without hooks. Later forwards run it so at once.
 
+A recipe may start from a *retained input*: a tensor that no operator saves, such as the bf16 input of a norm that saves
+an fp32 copy of it. A solved plan names it by module, side (input or output), leaf (which tensor of them) and call; a
+wrapper hands it to the open forward pass before anything is saved that will be recomputed from it.
+
 Cost: some microseconds for each wrapped module that is called, and one walk over each layer in the first forward. Not
-covered: what happens to a saved tensor (forward_pass.py); a layer that begins to use `torch.func` after its first
-forward, or that writes to its inputs before: it is refused by name once, and runs from then on.
+covered: what happens to a saved tensor (forward_pass.py); retained inputs inside objects that `torch.utils._pytree`
+does not know; a layer that begins to use `torch.func` after its first forward, or that writes to its inputs before: it
+is refused by name once, and runs from then on.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +42,7 @@ from lowtide.profiling.observe_call import is_training
 from lowtide.runtime.hooks.context import LayerTable, PlanContext
 from lowtide.runtime.hooks.first_forward import warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.forward_pass import ForwardPass
-from lowtide.runtime.hooks.retained_inputs import retained_input_points
+from lowtide.runtime.recompute.recipe_nodes import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards
 from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in, refuse_compiled
@@ -55,6 +60,8 @@ from lowtide.tensors.remembered import PLAIN
 from lowtide.tensors.snapshot import take
 
 Around = Callable[[Callable, tuple, dict], Any]
+Points = dict[tuple[str, int], list[Node]]
+"""The retained inputs of a module, by side ("input", "output") and by how often it was called before."""
 
 
 class PlannedForwards:
@@ -103,8 +110,8 @@ class PlannedForwards:
         for name, module in self._compiled.items():
             patches.append(ForwardPatch(module, self._around_compiled(name)))
         # Innermost: a retained input of a layer, or of the model, is caught inside its region.
-        for points in retained_input_points((self._context.nodes or {}).values(), modules):
-            patches.append(ForwardPatch(modules[points.name], points.around(self._open)))
+        for name, points in _retained_input_points((self._context.nodes or {}).values(), modules).items():
+            patches.append(ForwardPatch(modules[name], self._around_retained_inputs(name, points)))
         for name in recomputed_modules(modules, self._plan):
             patches.append(ForwardPatch(modules[name], self._around_module(modules[name])))
         for name in layers:
@@ -145,6 +152,20 @@ class PlannedForwards:
             if forward_pass is None:
                 return forward(*args, **kwargs)
             return forward_pass.run_compiled(name, forward, args, kwargs)
+
+        return around
+
+    def _around_retained_inputs(self, name: str, points: Points) -> Around:
+        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            forward_pass = self._open()
+            if forward_pass is None:
+                return forward(*args, **kwargs)
+            call = forward_pass.count_call(name)
+            # Also without gradients, and inside someone else's checkpoint region: recipes need only the bytes.
+            forward_pass.catch(points.get(("input", call), ()), (args, kwargs))
+            output = forward(*args, **kwargs)
+            forward_pass.catch(points.get(("output", call), ()), output)
+            return output
 
         return around
 
@@ -260,6 +281,23 @@ def recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:
         if not any(name.startswith(outer + ".") for outer in chosen):
             chosen.append(name)
     return chosen
+
+
+def _retained_input_points(nodes: Iterable[Node], modules: dict[str, nn.Module]) -> dict[str, Points]:
+    """The retained inputs of a solved plan by module. Raises ConfigError for a module that the model does not have."""
+    by_module: dict[str, Points] = {}
+    for node in nodes:
+        retained_input = node.decision.retained_input
+        if retained_input is None:
+            continue
+        if retained_input.module not in modules:
+            raise ConfigError(
+                f"lowtide.apply: retained input '{node.name}' of the plan is at module '{retained_input.module}', "
+                "which this model does not have; the plan was made for another model, plan again"
+            )
+        points = by_module.setdefault(retained_input.module, {})
+        points.setdefault((retained_input.side, retained_input.call), []).append(node)
+    return by_module
 
 
 def module_names(model: nn.Module) -> list[str]:

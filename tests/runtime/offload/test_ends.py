@@ -9,7 +9,6 @@ import torch
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.offload.spill import Guard
-from lowtide.runtime.saved.stats import Counters, Ledger
 from tests.support.virtual_engine import VirtualEngine
 
 
@@ -18,7 +17,7 @@ def test_what_a_dead_scheduler_was_copying_stays_with_the_engine() -> None:
     total = 0
     for seed in range(12):
         engine, queue = VirtualEngine(seed), PrefetchQueue()
-        scheduler = OffloadScheduler(engine, Counters(), Ledger())
+        scheduler = OffloadScheduler(engine)
         storages = [torch.ones(64 + number).untyped_storage() for number in range(5)]
         sites = [scheduler.enroll(queue, storage, 0, None, None) for storage in storages]
         for site in sites:
@@ -37,9 +36,8 @@ def test_a_spilled_part_with_a_counter_of_its_own_is_not_another_part() -> None:
     """Both halves are of one storage and at version 0: what was spilled for the one may be older than the other."""
     whole = torch.ones(4, 8)
     one, other = whole.unsafe_chunk(2, 1)
-    counters, ledger = Counters(), Ledger()
-    scheduler = OffloadScheduler(VirtualEngine(0), counters, ledger)
-    guard = Guard(2**20, scheduler=scheduler, counters=counters, ledger=ledger, min_bytes=0, state_bytes=int)
+    scheduler = OffloadScheduler(VirtualEngine(0))
+    guard = Guard(2**20, scheduler=scheduler, min_bytes=0, state_bytes=int)
     handle = guard.keep(one, PrefetchQueue(), None)
     with scheduler.lock:
         assert handle.spill() == whole.untyped_storage().nbytes()

@@ -16,7 +16,6 @@ from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.host import HostEngine
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
-from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.view import part_of
 from tests.engines.sim_device import SimDevice
 from tests.support import zoo
@@ -68,11 +67,11 @@ def test_fetches_ahead_of_need_stay_within_the_window(seed: int) -> None:
     tide._scheduler.window.min_bytes = 0
     loss = model(X).sum()
     tide.settle()
-    tide._ledger.restart_peak()
-    assert tide._ledger.now_bytes == 0
+    tide._scheduler.ledger.restart_peak()
+    assert tide._scheduler.ledger.now_bytes == 0
     loss.backward()
     # Two ahead, one that is being read, and one that its reader has just let go of.
-    assert 2 * SITE_BYTES <= tide._ledger.peak_bytes <= 4 * SITE_BYTES
+    assert 2 * SITE_BYTES <= tide._scheduler.ledger.peak_bytes <= 4 * SITE_BYTES
     assert zoo.same_bits(model.weight.grad, truth())
     tide.remove()
 
@@ -81,10 +80,10 @@ def test_fetches_ahead_of_need_stay_within_the_window(seed: int) -> None:
 def test_copies_out_stay_within_the_window(seed: int) -> None:
     model, tide = applied(SWAP, VirtualEngine(seed))
     tide._scheduler.window.min_bytes = 0
-    tide._ledger.restart_peak()
+    tide._scheduler.ledger.restart_peak()
     loss = model(X).sum()
     # Two leaving, one that is about to, one that its operator is making.
-    assert tide._ledger.peak_bytes <= 4 * SITE_BYTES
+    assert tide._scheduler.ledger.peak_bytes <= 4 * SITE_BYTES
     loss.backward()
     assert zoo.same_bits(model.weight.grad, truth())
     tide.remove()
@@ -94,13 +93,13 @@ def test_what_is_small_goes_in_one_piece() -> None:
     model, tide = applied(SWAP, VirtualEngine(0))
     assert tide._scheduler.window.nbytes() == 16 * 2**20
     model(X).sum().backward()
-    assert tide._ledger.peak_bytes > 8 * SITE_BYTES
+    assert tide._scheduler.ledger.peak_bytes > 8 * SITE_BYTES
     tide.remove()
 
 
 def test_a_part_with_a_counter_of_its_own_is_no_site_of_another_part() -> None:
     """Both halves are of one storage and at version 0: a copy of it for the one may be older than the other."""
-    scheduler, whole = OffloadScheduler(VirtualEngine(0), Counters(), Ledger()), torch.ones(4, 8)
+    scheduler, whole = OffloadScheduler(VirtualEngine(0)), torch.ones(4, 8)
     storage, (one, other) = whole.untyped_storage(), whole.unsafe_chunk(2, 1)
     site = scheduler.enroll(PrefetchQueue(), storage, 0, None, part_of(one))
     assert scheduler.find(storage, 0, part_of(one)) is site
@@ -111,7 +110,7 @@ def test_a_part_with_a_counter_of_its_own_is_no_site_of_another_part() -> None:
 
 def test_fetches_that_start_together_come_in_the_order_of_need() -> None:
     """A storage that was saved first may be saved again last (positions of a rotation, say): it is needed first."""
-    scheduler, queue = OffloadScheduler(VirtualEngine(0), Counters(), Ledger()), PrefetchQueue()
+    scheduler, queue = OffloadScheduler(VirtualEngine(0)), PrefetchQueue()
     needs, start = (30, 10, 20), 30
     storages = [torch.ones(4).untyped_storage() for _ in needs]
     sites = [scheduler.enroll(queue, storage, 0, start + 1 - need, None) for storage, need in zip(storages, needs)]
@@ -145,7 +144,7 @@ def test_a_fetch_ahead_of_need_without_room_is_given_up(memory: dict, policy: st
         assert zoo.same_bits(model.weight.grad, truth())
     del loss
     tide.settle()
-    assert (device.given_bytes, tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0, 0)
+    assert (device.given_bytes, tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes) == (0, 0, 0)
     tide.remove()
     engine.close()
 
@@ -189,7 +188,7 @@ def test_what_was_fetched_ahead_makes_room_for_a_reader_that_is_there(policy: st
         assert zoo.same_bits(model.weight.grad, twin.weight.grad)
         del first, losses, _
         tide.settle()
-        assert (device.given_bytes, tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0, 0)
+        assert (device.given_bytes, tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes) == (0, 0, 0)
     engine.close()
 
 
@@ -260,10 +259,10 @@ def test_a_written_distance_counts_operators() -> None:
     model, tide = applied(memory, VirtualEngine(0))
     loss = model(X).sum()
     tide.settle()
-    tide._ledger.restart_peak()
+    tide._scheduler.ledger.restart_peak()
     loss.backward()
     # What is being read, what comes one operator later, and what somebody has just let go of.
-    assert 2 * SITE_BYTES <= tide._ledger.peak_bytes <= 4 * SITE_BYTES
+    assert 2 * SITE_BYTES <= tide._scheduler.ledger.peak_bytes <= 4 * SITE_BYTES
     assert zoo.same_bits(model.weight.grad, truth())
     tide.remove()
 
@@ -275,10 +274,10 @@ def test_with_a_graph_that_stays_each_site_goes_with_its_last_reader(seed: int) 
     loss = model(X).sum()
     tide.settle()
     for _ in range(2):
-        tide._ledger.restart_peak()
+        tide._scheduler.ledger.restart_peak()
         loss.backward(retain_graph=True)
-        assert tide._ledger.peak_bytes <= 4 * SITE_BYTES
-        assert tide._ledger.now_bytes == 0
+        assert tide._scheduler.ledger.peak_bytes <= 4 * SITE_BYTES
+        assert tide._scheduler.ledger.now_bytes == 0
     tide.remove()
 
 
@@ -289,7 +288,7 @@ def test_what_was_fetched_ahead_and_not_read_goes_with_its_backward() -> None:
         first, other = model(X)
         tide.settle()
         torch.autograd.grad(first, model.weight, retain_graph=True)
-        assert tide._ledger.now_bytes == 0
+        assert tide._scheduler.ledger.now_bytes == 0
         assert other is not None
 
 

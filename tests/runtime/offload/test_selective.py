@@ -131,7 +131,7 @@ def test_what_is_offloaded_leaves_the_device() -> None:
         offload.scheduler.settle()
         rows, widths = 12, (48, 16, 32, 32, 16)
         assert offload.stats.swapped_bytes == 3 * rows * sum(widths) * 4
-        assert offload.ledger.now_bytes == 0
+        assert offload.scheduler.ledger.now_bytes == 0
         assert offload.stats.host_bytes == offload.stats.swapped_bytes
         assert offload.stats.kept_bytes == 0
         loss.backward()
@@ -296,7 +296,7 @@ def test_graphs_that_are_dropped_and_errors_leave_nothing() -> None:
             net(x.clone().requires_grad_(), offload)
         offload.scheduler.settle()
         assert offload.scheduler.num_open() == 0
-        assert offload.ledger.now_bytes == 0
+        assert offload.scheduler.ledger.now_bytes == 0
     assert engine.memory_in_use()["host"] == 0
 
 

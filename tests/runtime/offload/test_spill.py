@@ -16,7 +16,6 @@ import lowtide
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.offload.spill import Guard
-from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.runtime.session.tide import Tide
 from tests.support import zoo
 from tests.support.grid import in_turn
@@ -42,7 +41,7 @@ def _spilled(
         stats = tide.stats
         gc.collect()
         tide.settle()
-        assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
+        assert (tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes) == (0, 0)
         assert (tide.stats.host_bytes, tide.stats.disk_bytes) == (0, 0)
         assert getattr(tide.engine, "violations", []) == []
     return result, stats
@@ -111,9 +110,9 @@ def test_the_peak_stays_below_the_limit_and_what_was_saved_first_goes_first(num_
     limit = int(num_sites * SITE * 1.02) + state // 25
     with _apply(model, limit) as tide:
         loss = model(x).square().sum()
-        assert tide._ledger.now_bytes <= num_sites * SITE
+        assert tide._scheduler.ledger.now_bytes <= num_sites * SITE
         # One beyond the mark is seen before it is sent.
-        assert tide._ledger.peak_bytes <= (num_sites + 1) * SITE
+        assert tide._scheduler.ledger.peak_bytes <= (num_sites + 1) * SITE
         assert tide.stats.num_spills == 8 - num_sites
         assert tide.stats.spilled_bytes == (8 - num_sites) * SITE
         assert tide.stats.num_over_limit == 0
@@ -183,7 +182,7 @@ def test_several_live_graphs_retained_ones_and_dropped_ones() -> None:
         gc.collect()
         tide.settle()
         assert tide.stats.num_spills > 20
-        assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
+        assert (tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes) == (0, 0)
         assert tide.engine.violations == []
     assert all(zoo.same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
@@ -382,9 +381,8 @@ def test_bytes_are_counted_as_long_as_any_view_of_a_storage_is_saved(limit_bytes
 
 
 def test_what_had_its_data_exchanged_is_not_spilled() -> None:
-    counters, ledger = Counters(), Ledger()
-    scheduler = OffloadScheduler(VirtualEngine(SEED), counters, ledger)
-    guard = Guard(2**30, scheduler=scheduler, counters=counters, ledger=ledger, min_bytes=0, state_bytes=int)
+    scheduler = OffloadScheduler(VirtualEngine(SEED))
+    guard = Guard(2**30, scheduler=scheduler, min_bytes=0, state_bytes=int)
     queue, leaf = PrefetchQueue(), torch.ones(8, 8)
     handle = guard.keep(leaf, queue, None)
     further = guard.view(leaf[2:], queue, None)

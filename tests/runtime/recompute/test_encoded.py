@@ -189,7 +189,7 @@ def test_graphs_that_live_long_and_run_often() -> None:
             assert same(lives(), want)
             gc.collect()
             tide.settle()
-            assert tide._ledger.now_bytes == 0
+            assert tide._scheduler.ledger.now_bytes == 0
 
 
 def test_a_write_after_the_save_raises_as_it_does_without() -> None:

@@ -173,13 +173,13 @@ def test_what_a_second_run_makes_is_in_the_ledger() -> None:
     with lowtide.apply(model, PLANS["layer"], engine=virtual(1)) as tide:
         for _ in range(2):
             loss = model(torch.randn(4, WIDTH)).square().mean()
-            held_bytes = tide._ledger.now_bytes
-            tide._ledger.restart_peak()
+            held_bytes = tide._scheduler.ledger.now_bytes
+            tide._scheduler.ledger.restart_peak()
             loss.backward()
             # Of one layer: what tanh gives, which square saves too.
-            assert tide._ledger.peak_bytes == held_bytes + 4 * WIDTH * 4
+            assert tide._scheduler.ledger.peak_bytes == held_bytes + 4 * WIDTH * 4
             del loss
-            assert tide._ledger.now_bytes == 0
+            assert tide._scheduler.ledger.now_bytes == 0
 
 
 # -- kernels that fill what they saved ---------------------------------------------------------------------------------

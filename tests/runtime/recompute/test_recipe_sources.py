@@ -19,7 +19,6 @@ from lowtide.recipes import execute as recipes
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.recompute import recipe_sources as sources
-from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.runtime.session.forward_patch import ForwardPatch
 from lowtide.tensors.modes import Modes
 from tests.engines.clocked import ClockedEngine
@@ -132,17 +131,17 @@ def test_kept_inputs_of_recipes_are_let_go_as_soon_as_all_are_made() -> None:
     with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         for keeps_graph in (False, True, False):
             loss = small_loss(model, rows())
-            held_bytes = tide._ledger.now_bytes
+            held_bytes = tide._scheduler.ledger.now_bytes
             if keeps_graph:
                 loss.backward(retain_graph=True)
                 assert is_alive == [True, True]
-                assert tide._ledger.now_bytes == held_bytes
+                assert tide._scheduler.ledger.now_bytes == held_bytes
                 is_alive.clear()
             loss.backward()
             assert is_alive == [True, False]
             is_alive.clear()
             del loss
-            assert tide._ledger.now_bytes == 0
+            assert tide._scheduler.ledger.now_bytes == 0
         assert tide.stats.num_divergences == 0
 
 
@@ -160,7 +159,7 @@ def test_a_swapped_input_is_fetched_once_for_all_that_is_made_from_it(keeps_grap
             loss.backward(retain_graph=keeps_graph or backward == 1)
             assert tide.stats.copied_in_bytes == backward * 8 * WIDTH * 4
         del loss
-        assert tide._ledger.now_bytes == 0
+        assert tide._scheduler.ledger.now_bytes == 0
 
 
 class Delayed(nn.Module):
@@ -363,13 +362,13 @@ def test_with_a_graph_that_stays_what_was_made_goes_with_its_last_reader() -> No
     names = [name.replace("layers.0", f"layers.{layer}") for layer in range(6) for name in ALL_MADE]
     with lowtide.apply(model, plan_with(profiled(model), dict.fromkeys(names, Fate.RECOMPUTE)), engine=virtual(0)) as t:
         loss = small_loss(model, rows())
-        held_bytes = t._ledger.now_bytes
+        held_bytes = t._scheduler.ledger.now_bytes
         for _ in range(2):
-            t._ledger.restart_peak()
+            t._scheduler.ledger.restart_peak()
             loss.backward(retain_graph=True)
             # Those of one layer, not of all six.
-            assert 0 < t._ledger.peak_bytes - held_bytes <= len(ALL_MADE) * 8 * WIDTH * 4
-            assert t._ledger.now_bytes == held_bytes
+            assert 0 < t._scheduler.ledger.peak_bytes - held_bytes <= len(ALL_MADE) * 8 * WIDTH * 4
+            assert t._scheduler.ledger.now_bytes == held_bytes
 
 
 def test_a_recipe_runs_under_the_settings_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +458,7 @@ def test_a_retained_input_of_the_second_call_of_a_module() -> None:
 def test_what_the_guard_sent_away_is_still_known_by_its_version(room: dict[str, int]) -> None:
     """Its copy may be under way, or have found no room: what is written then would be read by other recipes."""
     tensor = torch.arange(64.0)
-    scheduler = OffloadScheduler(VirtualEngine(0, **room), Counters(), Ledger())
+    scheduler = OffloadScheduler(VirtualEngine(0, **room))
     prints: Any = None
     source = sources.RecomputedSource("retained_input", None, tensor, scheduler, fingerprints=prints, modes=Modes())
     source.spill_queue = PrefetchQueue()

@@ -58,7 +58,7 @@ class Step:
             seen |= {f"grad:{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
             seen |= {f"buffer:{name}": b.clone() for name, b in model.named_buffers()}
             tide.settle()
-            assert (tide._scheduler.num_open(), tide._ledger.now_bytes) == (0, 0)
+            assert (tide._scheduler.num_open(), tide._scheduler.ledger.now_bytes) == (0, 0)
             assert (tide.stats.host_bytes, tide.stats.disk_bytes) == (0, 0)
             if isinstance(engine, VirtualEngine):
                 assert engine.violations == []
