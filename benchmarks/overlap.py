@@ -70,7 +70,7 @@ def run_step(
 
     def step() -> Row:
         stamps, deadline = Stamps(), DeadlineLink(link, num_ranks)
-        overlap = Overlap(start=start_here if mode == "without" else deadline.start, log=stamps)
+        overlap = Overlap(start=start_here if mode == "without" else deadline.start, log=stamps.append)
         began = stamps.began = time.perf_counter()
         if mode == "overlapped":
             overlap.run(model, batches)

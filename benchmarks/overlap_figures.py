@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lowtide.pipeline.clock import Durations, play
+from lowtide.pipeline.clock import play, seconds_by_kind
 from lowtide.pipeline.overlap import BACKWARD, FORWARD, OTHER, Event
 from lowtide.pipeline.schedule import Schedule
 
@@ -52,7 +52,7 @@ def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 def pair_ceiling(num_ranks: int, num_micro_batches: int) -> tuple[float, ...]:
     """Of each rank of DualPipeV, the share of its chunk passes that run in pairs: with M micro-batches on W ranks,
-    (2M - 3W + r + 1) / 2M on rank r, one pair less on the last. `figures.paired_share` counts it in any schedule."""
+    (2M - 3W + r + 1) / 2M on rank r, one pair less on the last."""
     doubled = 2 * num_micro_batches
     last = num_ranks - 1
     return tuple((doubled - 3 * num_ranks + r + 1 - (r == last)) / doubled for r in range(num_ranks))
@@ -207,7 +207,7 @@ class ChunkTimes:
     exchange_seconds: float
     """Of each exchange."""
 
-    def durations(self, *, has_exchanges: bool = True, overlaps: bool = True) -> Durations:
+    def durations(self, *, has_exchanges: bool = True, overlaps: bool = True) -> dict[str, float]:
         """Of the actions of a schedule. Outside of pairs every exchange is waited for."""
         num_forward, num_backward = len(self.forward_seconds) - 1, len(self.backward_seconds) - 1
         exchange = self.exchange_seconds if has_exchanges else 0
@@ -219,13 +219,13 @@ class ChunkTimes:
             lambda event: 0 if event.number % 2 else stretches[event.half][event.number // 2],
             lambda _: exchange,
         )
-        return Durations(
-            forward_seconds=forward,
-            backward_seconds=backward,
-            backward_input_seconds=backward - self.weight_seconds,
-            backward_weight_seconds=self.weight_seconds,
-            pair_seconds=pair.step_seconds if overlaps else forward + backward,
-        )
+        return {
+            "forward": forward,
+            "backward": backward,
+            "backward_input": backward - self.weight_seconds,
+            "backward_weight": self.weight_seconds,
+            "pair": pair.step_seconds if overlaps else forward + backward,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +249,8 @@ class PredictedStep:
 def predict_step(schedule: Schedule, times: ChunkTimes, *, transfer_seconds: float = 0) -> PredictedStep:
     """The schedule on a clock (clock.py), three times. All stages take the same."""
 
-    def seconds(durations: Durations) -> float:
-        return play(schedule, durations.seconds_of, transfer_seconds=transfer_seconds).step_seconds
+    def seconds(durations: dict[str, float]) -> float:
+        return play(schedule, seconds_by_kind(**durations), transfer_seconds=transfer_seconds).step_seconds
 
     return PredictedStep(
         without_seconds=seconds(times.durations(has_exchanges=False)),

@@ -87,7 +87,7 @@ def on_rank(rank: int, num_ranks: int, exchange_seconds: float, args: Mapping[st
 
     def step_of(mode: str) -> Callable[[], Row]:
         stamps, deadline = Stamps(), DeadlineLink(link, 1)
-        overlap = Overlap(start=start_here if mode == "without" else deadline.start, log=stamps)
+        overlap = Overlap(start=start_here if mode == "without" else deadline.start, log=stamps.append)
         run_pair = overlap.run_pair if mode == "overlapped" else _in_series(overlap.run_pair)
         loss = nn.functional.mse_loss if has_ends else None
         pipeline = Pipeline(schedule, stages, loss=loss, run_pair=run_pair, tied=())

@@ -8,8 +8,8 @@ trainer calls its callbacks: call `remove()` then. Attaching again detaches firs
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -58,7 +58,9 @@ class Attached:
         self.wish = wish
         self.tide: Any = None
         """The handle in force, or the last one; None before `attach`."""
-        self._clock = _StepClock()
+        self._step_began: float | None = None
+        self._took: list[float] = []
+        """Seconds of the steps since the last log."""
         self._listener: Listener | None = None
         """Hears what lowtide says, on the rank that tells it."""
 
@@ -76,7 +78,8 @@ class Attached:
         how: dict[str, Any] = {"optimizer": optimizer, "engine": wish.engine}
         if speaks:
             self._listener = Listener(self.tell)
-        self._clock = _StepClock()
+        self._step_began = None
+        self._took.clear()
         try:
             if wish.budget is not None:
                 self.tide = lowtide.optimize(model, budget=wish.budget, memory=wish.memory, **how)
@@ -110,11 +113,13 @@ class Attached:
 
     def step_begins(self) -> None:
         """A training step begins, by the host's clock."""
-        self._clock.begin()
+        self._step_began = time.perf_counter()
 
     def step_ends(self) -> None:
         """It ended: all of its micro-batches, and the optimizer's step."""
-        self._clock.end()
+        if self._step_began is not None:
+            self._took.append(time.perf_counter() - self._step_began)
+            self._step_began = None
 
     def scalars(self) -> dict[str, float]:
         """Figures for a logger, by name with unit; none before `attach`. Starts a new mean of step times."""
@@ -126,34 +131,10 @@ class Attached:
         if predicted is not None:
             figures["lowtide/predicted_peak_bytes"] = float(predicted.peak_bytes)
             figures["lowtide/predicted_micro_batch_seconds"] = predicted.step_seconds
-        seconds = self._clock.mean()
-        if seconds is not None:
-            figures["lowtide/step_seconds"] = seconds
+        if self._took:
+            figures["lowtide/step_seconds"] = statistics.fmean(self._took)
+            self._took.clear()
         return figures
-
-
-class _StepClock:
-    """The mean time of steps since it was last asked, by the host's clock."""
-
-    def __init__(self) -> None:
-        self._begin: float | None = None
-        self._seconds = 0.0
-        self._num_steps = 0
-
-    def begin(self) -> None:
-        self._begin = time.perf_counter()
-
-    def end(self) -> None:
-        if self._begin is not None:
-            self._seconds += time.perf_counter() - self._begin
-            self._num_steps += 1
-            self._begin = None
-
-    def mean(self) -> float | None:
-        """Seconds; None where no step has ended."""
-        mean = self._seconds / self._num_steps if self._num_steps else None
-        self._seconds, self._num_steps = 0.0, 0
-        return mean
 
 
 SCALARS = (
@@ -171,7 +152,7 @@ mean time of the steps since the last log by the host's clock, with all micro-ba
 
 def wish_of(where: str, **given: Any) -> Wish:
     """The wish in an adapter's arguments, checked."""
-    return dataclasses.replace(Wish(), **given).checked(where)
+    return Wish(**given).checked(where)
 
 
 def shown(name: str) -> Any:

@@ -21,9 +21,9 @@ the capture by name: set `training.disable_cuda_graphs`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,9 +50,8 @@ def with_lowtide(
     place = TideInPlace(wish)
     config.activation_checkpoint = place
     spec = config.model_spec
-    config.model_spec = dataclasses.replace(
-        spec, post_optimizer_build_fn=AttachAfter(place, spec.post_optimizer_build_fn)
-    )
+    attach = functools.partial(place.attach_after, spec.post_optimizer_build_fn)
+    config.model_spec = dataclasses.replace(spec, post_optimizer_build_fn=attach)
     return config
 
 
@@ -81,6 +80,27 @@ class TideInPlace:
         is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         self.attached.attach(model, optimizer, speaks=is_first)
 
+    def attach_after(
+        self,
+        before: Callable[..., None] | None,
+        optimizers: Iterable[torch.optim.Optimizer],
+        model_parts: Sequence[nn.Module],
+        dims: Any,
+    ) -> None:
+        """As a `post_optimizer_build_fn`, with torchtitan's arguments: attaches, after what stood there has run. Raises
+        ConfigError for a setting that is not covered."""
+        if before is not None:
+            before(optimizers, model_parts, dims)
+        if getattr(dims, "pp_enabled", False) or len(model_parts) != 1:
+            raise ConfigError(
+                "with_lowtide: pipeline parallelism is not covered; write parallelism.pipeline_parallel_degree=1, or "
+                "give each stage a plan of its own with lowtide.optimize(stage, group=...)"
+            )
+        found = list(optimizers)
+        if len(found) != 1:
+            raise ConfigError(f"with_lowtide: needs one optimizer, and there are {len(found)}")
+        self.attach(model_parts[0], found[0])
+
     def remove(self) -> None:
         """Make the model plain again. Idempotent."""
         self.attached.remove()
@@ -90,30 +110,6 @@ class TideInPlace:
         wish = self.attached.wish
         memory = wish.memory if isinstance(wish.memory, str | dict) else repr(wish.memory)
         return {"lowtide": {"budget": wish.budget, "memory": memory}}
-
-
-@dataclass(frozen=True, slots=True)
-class AttachAfter:
-    """A `post_optimizer_build_fn`: attaches, after what stood there has run."""
-
-    place: TideInPlace
-    before: Callable[..., None] | None
-
-    def __call__(
-        self, optimizers: Iterable[torch.optim.Optimizer], model_parts: Sequence[nn.Module], dims: Any
-    ) -> None:
-        """torchtitan's arguments. Raises ConfigError for a setting that is not covered."""
-        if self.before is not None:
-            self.before(optimizers, model_parts, dims)
-        if getattr(dims, "pp_enabled", False) or len(model_parts) != 1:
-            raise ConfigError(
-                "with_lowtide: pipeline parallelism is not covered; write parallelism.pipeline_parallel_degree=1, or "
-                "give each stage a plan of its own with lowtide.optimize(stage, group=...)"
-            )
-        found = list(optimizers)
-        if len(found) != 1:
-            raise ConfigError(f"with_lowtide: needs one optimizer, and there are {len(found)}")
-        self.place.attach(model_parts[0], found[0])
 
 
 def _never_attached(model: nn.Module, args: tuple) -> None:

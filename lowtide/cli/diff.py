@@ -14,10 +14,8 @@ absent from the other. Cost: one pass over both. Not covered: recipes that diffe
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -29,171 +27,6 @@ from lowtide.core.plan import Plan
 from lowtide.core.text_table import align, layers_label, plural, runs, wrapped
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
-
-_ABSENT = "-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One figure of both plans, as text; `change` is empty where there is none, or no number."""
-
-    what: str
-    first: str
-    second: str
-    change: str = ""
-
-    @property
-    def differs(self) -> bool:
-        return self.first != self.second
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanChange:
-    """Sites of one name in a run of layers that have another fate in the second plan."""
-
-    before: str
-    """'keep', 'swap', 'recompute', 'retained input', 'keep as bits'; 'absent': this plan does not know them."""
-    after: str
-    where: str
-    """`layers 0-3: mlp.act_fn.silu`, or the whole name outside of layers."""
-    num_sites: int
-    nbytes: int
-    """Bytes of all of them in the second plan; of activations that it lacks, in the first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanDiff:
-    """Two plans, side by side."""
-
-    figures: tuple[Figure, ...]
-    changes: tuple[PlanChange, ...]
-    """The most bytes first."""
-    rules_gone: tuple[str, ...]
-    rules_new: tuple[str, ...]
-    num_sites: int
-    """Sites that both plans know."""
-
-    @property
-    def is_same(self) -> bool:
-        """Whether both plans do the same. What they promise may differ."""
-        return not (self.changes or self.rules_gone or self.rules_new)
-
-
-def plan_diff(first: Plan, second: Plan) -> PlanDiff:
-    """What `second` does otherwise than `first`."""
-    before, after = {site.name: site for site in first.sites}, {site.name: site for site in second.sites}
-    moved = [
-        (before.get(name), after.get(name))
-        for name in dict.fromkeys((*before, *after))
-        if _fate(before.get(name)) != _fate(after.get(name))
-    ]
-    layers = first.layers if len(first.layers) >= len(second.layers) else second.layers
-    old, new = [_rules(plan) for plan in (first, second)]
-    return PlanDiff(
-        figures=tuple(_figures(first, second)),
-        changes=tuple(_changes(moved, layers)),
-        rules_gone=tuple(rule for rule in old if rule not in new),
-        rules_new=tuple(rule for rule in new if rule not in old),
-        num_sites=len(before.keys() & after.keys()),
-    )
-
-
-def diff_lines(diff: PlanDiff, first: str, second: str, width: int | None = None) -> list[str]:
-    """Lines of text, of at most `width` characters; `first` and `second` are what the user calls the plans."""
-    cells = [("", first, second, "change"), *((f.what, f.first, f.second, f.change) for f in diff.figures)]
-    lines = align(cells, numeric=(1, 2, 3), width=width)
-    for head, rules in ((f"rules only in {first}", diff.rules_gone), (f"rules only in {second}", diff.rules_new)):
-        lines += ["", head, *wrapped((f"  {rule}" for rule in rules), width)] if rules else []
-    if not diff.changes:
-        known = f"all {diff.num_sites} {plural('site', diff.num_sites)}" if diff.num_sites else "no sites known"
-        return [*lines, "", f"the same fates: {known}"]
-    num_changed = sum(change.num_sites for change in diff.changes)
-    rows = [(f"{c.before} -> {c.after}", str(c.num_sites), format_bytes(c.nbytes), c.where) for c in diff.changes]
-    columns = (f"other fates: {num_changed} {plural('site', num_changed)}", "sites", "bytes", "which")
-    return [*lines, "", *align([columns, *rows], numeric=(1, 2), width=width)]
-
-
-def _fate(site: SiteDecision | None) -> str:
-    if site is None:
-        return "absent"
-    if site.retained_input is not None and site.fate is Fate.KEEP:
-        return "retained input"  # held because a recipe starts from it
-    where = f" ({site.tier.value})" if site.tier is not None else ""
-    smaller = f" as {site.codec.kind}" if site.codec is not None else ""
-    return f"{site.fate.value}{where}{smaller}"
-
-
-def _rules(plan: Plan) -> list[str]:
-    return [str(rule) for rule in plan.rules.rules]
-
-
-def _changes(
-    moved: Iterable[tuple[SiteDecision | None, SiteDecision | None]], layers: tuple[str, ...]
-) -> list[PlanChange]:
-    """Sites of one name and one change in neighbouring layers make one row."""
-    groups: dict[tuple[str, str, str], dict[str | None, list[int]]] = {}
-    for before, after in moved:
-        site = after if after is not None else before
-        assert site is not None
-        layer = site.layer if site.layer in layers else None
-        name = site.name if layer is None else site.name.removeprefix(f"{layer}.")
-        by_layer = groups.setdefault((_fate(before), _fate(after), name), {})
-        by_layer.setdefault(layer, []).append(site.nbytes)
-    changes = []
-    for (was, becomes, name), by_layer in groups.items():
-        inside = [layer for layer in layers if layer in by_layer]
-        for first, last in runs(inside, [None] * len(inside)):
-            sizes = [size for layer in inside[first : last + 1] for size in by_layer[layer]]
-            where = f"{layers_label(inside, first, last)}: {name}"
-            changes.append(PlanChange(before=was, after=becomes, where=where, num_sites=len(sizes), nbytes=sum(sizes)))
-        for size in by_layer.get(None, ()):
-            changes.append(PlanChange(before=was, after=becomes, where=name, num_sites=1, nbytes=size))
-    return sorted(changes, key=lambda change: -change.nbytes)
-
-
-def _promised(key: str) -> Callable[[Plan], Any]:
-    return lambda plan: None if plan.predicted is None else getattr(plan.predicted, key)
-
-
-def _with_fate(fate: Fate) -> Callable[[Plan], int]:
-    return lambda plan: sum(s.nbytes for s in plan.sites if s.fate is fate and s.retained_input is None)
-
-
-def _moved(plan: Plan) -> int | None:
-    return 0 if plan.optimizer is None else plan.optimizer.moved_bytes
-
-
-_PROMISES = (
-    ("peak", format_bytes, _promised("peak_bytes")),
-    ("peak, everything kept", format_bytes, _promised("plain_peak_bytes")),
-    ("floor", format_bytes, _promised("floor_bytes")),
-    ("step", format_seconds, _promised("step_seconds")),
-    ("step, everything kept", format_seconds, _promised("plain_seconds")),
-    ("stalls", format_seconds, _promised("stall_seconds")),
-    ("recompute", format_seconds, _promised("recompute_seconds")),
-)
-_DECISIONS = (
-    ("kept", format_bytes, _with_fate(Fate.KEEP)),
-    ("swapped", format_bytes, _with_fate(Fate.SWAP)),
-    ("recomputed", format_bytes, _with_fate(Fate.RECOMPUTE)),
-    ("layers", str, lambda plan: len(plan.layers)),
-    ("min_bytes", format_bytes, lambda plan: plan.min_bytes),
-    ("loss", str, lambda plan: plan.loss),
-    ("optimizer state elsewhere", format_bytes, _moved),
-)
-
-
-def _figures(first: Plan, second: Plan) -> Iterator[Figure]:
-    rows: list[Any] = [("plan", str, Plan.digest), ("budget", format_bytes, lambda plan: plan.budget_bytes)]
-    rows += _PROMISES if first.predicted is not None or second.predicted is not None else ()
-    for what, form, value_of in (*rows, *_DECISIONS):
-        values = [value_of(plan) for plan in (first, second)]
-        texts = [_ABSENT if value is None else form(value) for value in values]
-        change = ""
-        if form is not str and None not in values and texts[0] != texts[1]:
-            change = f"{'+' if values[1] > values[0] else ''}{form(values[1] - values[0])}"
-        yield Figure(what=what, first=texts[0], second=texts[1], change=change)
-
 
 _MOST_BYTES = 1 << 28
 """A plan of 1,000 layers has some 20 MB."""
@@ -209,10 +42,12 @@ def run(args: argparse.Namespace) -> int:
     """Prints the difference. Raises `ConfigError` for a file that is no plan."""
     diff = plan_diff(read_plan(args.first), read_plan(args.second))
     if args.json:
-        print(json.dumps({**dataclasses.asdict(diff), "is_same": diff.is_same}))
+        print(json.dumps(diff))
     else:
-        print("\n".join(diff_lines(diff, *_names(args.first, args.second), width_of_stdout())))
-    return 0 if diff.is_same else 1
+        is_told_apart = args.first.name != args.second.name
+        first, second = (path.name if is_told_apart else str(path) for path in (args.first, args.second))
+        print("\n".join(diff_lines(diff, first, second, width_of_stdout())))
+    return 0 if diff["is_same"] else 1
 
 
 def read_plan(path: Path) -> Plan:
@@ -224,5 +59,115 @@ def read_plan(path: Path) -> Plan:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _names(first: Path, second: Path) -> tuple[str, str]:
-    return (first.name, second.name) if first.name != second.name else (str(first), str(second))
+def plan_diff(first: Plan, second: Plan) -> dict[str, Any]:
+    """The document: what `second` does otherwise than `first`. What both promise may differ between two that do the
+    same."""
+    before, after = {site.name: site for site in first.sites}, {site.name: site for site in second.sites}
+    layers = first.layers if len(first.layers) >= len(second.layers) else second.layers
+    old, new = [[str(rule) for rule in plan.rules.rules] for plan in (first, second)]
+    diff = {
+        "figures": _figures(first, second),
+        "changes": _changes(before, after, layers),
+        "rules_gone": [rule for rule in old if rule not in new],
+        "rules_new": [rule for rule in new if rule not in old],
+        "num_sites": len(before.keys() & after.keys()),
+    }
+    return diff | {"is_same": not (diff["changes"] or diff["rules_gone"] or diff["rules_new"])}
+
+
+def diff_lines(diff: dict[str, Any], first: str, second: str, width: int | None = None) -> list[str]:
+    """Lines of text, of at most `width` characters; `first` and `second` are what the user calls the plans."""
+    cells = [("", first, second, "change"), *(tuple(figure.values()) for figure in diff["figures"])]
+    lines = align(cells, numeric=(1, 2, 3), width=width)
+    for head, rules in ((f"rules only in {first}", diff["rules_gone"]), (f"rules only in {second}", diff["rules_new"])):
+        lines += ["", head, *wrapped((f"  {rule}" for rule in rules), width)] if rules else []
+    if not diff["changes"]:
+        known = (
+            f"all {diff['num_sites']} {plural('site', diff['num_sites'])}" if diff["num_sites"] else "no sites known"
+        )
+        return [*lines, "", f"the same fates: {known}"]
+    num_changed = sum(change["num_sites"] for change in diff["changes"])
+    rows = [(f"other fates: {num_changed} {plural('site', num_changed)}", "sites", "bytes", "which")]
+    for was in diff["changes"]:
+        rows.append(
+            (f"{was['before']} -> {was['after']}", str(was["num_sites"]), format_bytes(was["nbytes"]), was["where"])
+        )
+    return [*lines, "", *align(rows, numeric=(1, 2), width=width)]
+
+
+def _fate(site: SiteDecision | None) -> str:
+    """'absent': the plan does not know it."""
+    if site is None:
+        return "absent"
+    if site.retained_input is not None and site.fate is Fate.KEEP:
+        return "retained input"  # held because a recipe starts from it
+    where = f" ({site.tier.value})" if site.tier is not None else ""
+    smaller = f" as {site.codec.kind}" if site.codec is not None else ""
+    return f"{site.fate.value}{where}{smaller}"
+
+
+def _changes(
+    before: dict[str, SiteDecision], after: dict[str, SiteDecision], layers: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Sites of one name and one change in neighbouring layers make one row, the most bytes first. Bytes are those of
+    the second plan; of activations that it lacks, of the first."""
+    groups: dict[tuple[str, str, str], dict[str | None, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for name, site in (before | after).items():
+        was, becomes = _fate(before.get(name)), _fate(after.get(name))
+        if was != becomes:
+            layer = site.layer if site.layer in layers else None
+            groups[was, becomes, name if layer is None else name.removeprefix(f"{layer}.")][layer].append(site.nbytes)
+    changes = []
+    for (was, becomes, name), by_layer in groups.items():
+        inside = [layer for layer in layers if layer in by_layer]
+        rows = [([size], name) for size in by_layer.get(None, ())]
+        for start, end in runs(inside, [None] * len(inside)):
+            sizes = [size for layer in inside[start : end + 1] for size in by_layer[layer]]
+            rows.append((sizes, f"{layers_label(inside, start, end)}: {name}"))
+        for sizes, where in rows:
+            own = {"before": was, "after": becomes, "where": where}
+            changes.append({**own, "num_sites": len(sizes), "nbytes": sum(sizes)})
+    return sorted(changes, key=lambda change: -change["nbytes"])
+
+
+_PROMISES = (
+    ("peak", format_bytes, "peak_bytes"),
+    ("peak, everything kept", format_bytes, "plain_peak_bytes"),
+    ("floor", format_bytes, "floor_bytes"),
+    ("step", format_seconds, "step_seconds"),
+    ("step, everything kept", format_seconds, "plain_seconds"),
+    ("stalls", format_seconds, "stall_seconds"),
+    ("recompute", format_seconds, "recompute_seconds"),
+)
+_FATES = (("kept", Fate.KEEP), ("swapped", Fate.SWAP), ("recomputed", Fate.RECOMPUTE))
+
+
+def _figures(first: Plan, second: Plan) -> list[dict[str, str]]:
+    """Figures of both plans, as text; `change` is empty where there is none, or no number."""
+    plans = (first, second)
+    rows: list[tuple[str, Any, list[Any]]] = [
+        ("plan", str, [plan.digest() for plan in plans]),
+        ("budget", format_bytes, [plan.budget_bytes for plan in plans]),
+    ]
+    if first.predicted is not None or second.predicted is not None:
+        rows += [(what, form, [getattr(plan.predicted, key, None) for plan in plans]) for what, form, key in _PROMISES]
+    for what, fate in _FATES:
+        sites = [
+            [site.nbytes for site in plan.sites if site.fate is fate and not site.retained_input] for plan in plans
+        ]
+        rows.append((what, format_bytes, list(map(sum, sites))))
+    moved = [0 if plan.optimizer is None else plan.optimizer.moved_bytes for plan in plans]
+    rows += [
+        ("layers", str, [len(plan.layers) for plan in plans]),
+        ("min_bytes", format_bytes, [plan.min_bytes for plan in plans]),
+        ("loss", str, [plan.loss for plan in plans]),
+        ("optimizer state elsewhere", format_bytes, moved),
+    ]
+    figures = []
+    for what, form, values in rows:
+        texts = ["-" if value is None else form(value) for value in values]
+        change = ""
+        if form is not str and None not in values and texts[0] != texts[1]:
+            change = f"{'+' if values[1] > values[0] else ''}{form(values[1] - values[0])}"
+        figures.append({"what": what, "first": texts[0], "second": texts[1], "change": change})
+    return figures

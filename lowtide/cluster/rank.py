@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.cluster.layer import Layer
 from lowtide.core.fate import Fate
@@ -78,30 +78,8 @@ class PlannedRank:
     """Of each stage, by kind of layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """Chunks in flight and the room for what they save: what is solved for. Equal ones have equal plans."""
-
-    stages: tuple[Stage, ...]
-    chunks: tuple[int, ...]
-    room_bytes: int
-    fates: tuple[Fate, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Solved:
-    """What the solver found. Bytes are beyond state and temporaries."""
-
-    peak_bytes: int
-    by_fate: Mapping[Fate, int]
-    recompute_seconds: tuple[float, ...]
-    stall_seconds: tuple[float, ...]
-    gap: float
-    shares: tuple[Mapping[str, Share], ...]
-
-
-Memory = dict[Loads, _Solved | None]
-"""Of what was solved already, for one set of layers."""
+Memory = dict[RankAtWorst, PlannedRank | None]
+"""Of what was solved already, for one set of layers: loads without state, in the room for what they save."""
 
 
 def plan_rank(task: RankAtWorst, layers: Mapping[str, Layer], link: Link, memory: Memory) -> PlannedRank | None:
@@ -118,33 +96,29 @@ def plan_rank(task: RankAtWorst, layers: Mapping[str, Layer], link: Link, memory
     saved_bytes = _saved_bytes(task, chunks, layers)
     if chunks != task.chunks:
         room_bytes = room_bytes * _ROOMS // full_bytes * saved_bytes // _ROOMS
-    loads = Loads(task.stages, chunks, room_bytes, task.fates)
+    loads = replace(task, chunks=chunks, state_bytes=0, budget_bytes=room_bytes)
     if loads not in memory:
         memory[loads] = _solved(loads, layers, link)
     found = memory[loads]
     if found is None:
         return None
     scale = full_bytes / saved_bytes
-    kept, swapped, recomputed = (found.by_fate.get(fate, 0) for fate in (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE))
-    return PlannedRank(
+    return replace(
+        found,
         task=task,
-        peak_bytes=base_bytes + found.peak_bytes + int((scale - 1) * kept),
+        peak_bytes=base_bytes + found.peak_bytes + int((scale - 1) * found.kept_bytes),
         saved_bytes=full_bytes,
-        kept_bytes=int(scale * kept),
-        swapped_bytes=int(scale * swapped),
-        recomputed_bytes=int(scale * recomputed),
-        recompute_seconds=found.recompute_seconds,
-        stall_seconds=found.stall_seconds,
-        gap=found.gap,
-        shares=found.shares,
+        kept_bytes=int(scale * found.kept_bytes),
+        swapped_bytes=int(scale * found.swapped_bytes),
+        recomputed_bytes=int(scale * found.recomputed_bytes),
     )
 
 
-def _solved(loads: Loads, layers: Mapping[str, Layer], link: Link) -> _Solved | None:
+def _solved(loads: RankAtWorst, layers: Mapping[str, Layer], link: Link) -> PlannedRank | None:
     builder = _Builder(loads, layers)
     step = builder.step()
     try:
-        solution = solve(step, link, loads.room_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS, with_suggestions=False)
+        solution = solve(step, link, loads.budget_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS, with_suggestions=False)
     except BudgetError:
         return None
     by_fate: Counter[Fate] = Counter()
@@ -158,9 +132,13 @@ def _solved(loads: Loads, layers: Mapping[str, Layer], link: Link) -> _Solved | 
     waits = max(0.0, timeline.step_seconds - step.compute_seconds - timeline.recompute_seconds)
     times = builder.seconds_of_stage
     total = sum(times)
-    return _Solved(
+    return PlannedRank(
+        task=loads,
         peak_bytes=timeline.peak_bytes,
-        by_fate=by_fate,
+        saved_bytes=by_fate.total(),
+        kept_bytes=by_fate[Fate.KEEP],
+        swapped_bytes=by_fate[Fate.SWAP],
+        recomputed_bytes=by_fate[Fate.RECOMPUTE],
         recompute_seconds=tuple(each / max(number, 1) for each, number in zip(seconds, loads.chunks, strict=True)),
         stall_seconds=tuple(
             waits * time / total / max(number, 1) for time, number in zip(times, loads.chunks, strict=True)
@@ -266,7 +244,7 @@ class _Block:
 class _Builder:
     """Ticks and items of a rank."""
 
-    def __init__(self, loads: Loads, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, loads: RankAtWorst, layers: Mapping[str, Layer]) -> None:
         self.loads = loads
         self.layers = layers
         self.seconds_of_stage = [0.0] * len(loads.chunks)

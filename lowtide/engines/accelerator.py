@@ -36,7 +36,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -44,7 +44,7 @@ from lowtide.core.fate import Tier
 from lowtide.core.plan import Plan
 from lowtide.engines.base import Bandwidth, Event, Lane, Slot
 from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, StallMeter, Stream, TorchDevice
-from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, Job, LaneWorker, Staging
+from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, CopyLane, Mark, Staging
 from lowtide.engines.tiers.arena import Arena, Block
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_limit import Cap, host_limit
@@ -54,56 +54,6 @@ from lowtide.tensors.view import byte_view
 COPY_BYTES = 64 * 2**20
 """Largest single transfer. Lanes have streams of their own, so nothing urgent waits behind it. To be measured."""
 PROBE_ROUNDS = 4
-
-
-class Mark:
-    """The engine's event: a point in a lane, either on its stream already (`raw`) or behind a job of its worker."""
-
-    __slots__ = ("copy", "is_cancelled", "job", "lane", "raw")
-
-    def __init__(self, lane: Lane, raw: tuple[RawEvent, ...], job: Job | None, copy: Job | None) -> None:
-        self.lane = lane
-        self.raw = raw
-        self.job = job
-        self.copy = copy  # the last copy before this point, where that was a job
-        self.is_cancelled = False
-
-    def device_events(self) -> tuple[RawEvent, ...]:
-        """What a stream can wait for; nothing when the job has not settled, or the device failed."""
-        if self.job is None:
-            return self.raw
-        return (self.job.tail,) if self.job.settled.is_set() and self.job.tail is not None else ()
-
-    def is_complete(self) -> bool:
-        """Never blocks."""
-        if self.is_cancelled:
-            return True
-        if self.job is not None and not self.job.settled.is_set():
-            return False
-        return all(event.query() for event in self.device_events())
-
-
-class _CopyLane:
-    """A stream, the worker for what the stream cannot do, and what was enqueued last."""
-
-    def __init__(self, ops: DeviceOps, lane: Lane) -> None:
-        self.lane = lane
-        self.stream = ops.new_stream()
-        self.worker = LaneWorker(ops, self.stream, f"lowtide-{lane.value}")
-        self.last_copy: Job | None = None
-        self._last_job: Job | None = None
-
-    def open_job(self) -> Job | None:
-        """The last job, while the host still has something to do for it."""
-        if self._last_job is not None and self._last_job.settled.is_set():
-            self._last_job = None
-        return self._last_job
-
-    def submit(self, work: Callable[[], None]) -> Job:
-        job = Job(work)
-        self._last_job = job
-        self.worker.submit(job)
-        return job
 
 
 class AcceleratorEngine:
@@ -134,15 +84,14 @@ class AcceleratorEngine:
         host_cap = cap if cap is not None else Cap(_host_cap_bytes(host_budget_bytes))
         self.caps: Mapping[str, Cap] = {"host": host_cap, **({} if disk is None else {"disk": disk.cap})}
         self._arena = Arena(host_cap, self._ops.new_slab)
-        self._lanes = {lane: _CopyLane(self._ops, lane) for lane in (Lane.OUT, Lane.IN)}
+        self._lanes = {lane: CopyLane(lane, self._ops) for lane in (Lane.OUT, Lane.IN)}
         # The stream that the model is expected to run on, and any others that it was seen on.
         self._compute_streams: list[Stream] = [self._ops.current_stream()]
         self._stalls = StallMeter(self._ops)
         self._disk = disk
         self._stage_blocks: list[Block] = []
         if disk is not None:
-            self._staging_out = self._make_staging(Lane.OUT, disk)
-            self._staging_in = self._make_staging(Lane.IN, disk)
+            self._staging = {lane: self._make_staging(lane, disk) for lane in self._lanes}
         self._staging_bytes = self._arena.bytes_in_use
         self._is_closed = False
 
@@ -201,10 +150,10 @@ class AcceleratorEngine:
         assert source.nbytes() == slot.nbytes
         data = byte_view(source)
         if slot.tier == "host":
-            self._copy(self._lanes[Lane.OUT], [(host, part) for host, part in _pair_up(slot.place, data)])
+            self._copy(self._lanes[Lane.OUT], list(_pair_up(slot.place, data)))
         else:
-            lane, staging, offset = self._lanes[Lane.OUT], self._staging_out, slot.place
-            lane.last_copy = lane.submit(lambda: staging.write_out(data, offset))
+            staging, offset = self._staging[Lane.OUT], slot.place
+            self._lanes[Lane.OUT].submit(lambda: staging.write_out(data, offset))
 
     def copy_in(self, slot: Slot, target: torch.UntypedStorage) -> None:
         assert target.nbytes() == slot.nbytes
@@ -212,16 +161,16 @@ class AcceleratorEngine:
         if slot.tier == "host":
             self._copy(self._lanes[Lane.IN], [(part, host) for host, part in _pair_up(slot.place, data)])
         else:
-            lane, staging, offset = self._lanes[Lane.IN], self._staging_in, slot.place
-            lane.last_copy = lane.submit(lambda: staging.read_in(offset, data))
+            staging, offset = self._staging[Lane.IN], slot.place
+            self._lanes[Lane.IN].submit(lambda: staging.read_in(offset, data))
 
-    def _copy(self, lane: _CopyLane, pairs: CopyPairs) -> None:
+    def _copy(self, lane: CopyLane, pairs: CopyPairs) -> None:
         if lane.open_job() is None:
             self._ops.copy(lane.stream, pairs)
             lane.last_copy = None
         else:
             ops, stream = self._ops, lane.stream
-            lane.last_copy = lane.submit(lambda: ops.copy(stream, pairs))
+            lane.submit(lambda: ops.copy(stream, pairs))
 
     # -- order ---------------------------------------------------------------------------------------------------------
 
@@ -273,7 +222,7 @@ class AcceleratorEngine:
             raw.synchronize()
         return time.perf_counter() - start
 
-    def _wait_on_copy_lane(self, lane: _CopyLane, mark: Mark) -> None:
+    def _wait_on_copy_lane(self, lane: CopyLane, mark: Mark) -> None:
         events = mark.device_events()
         for raw in events:
             lane.stream.wait_event(raw)  # at once, even ahead of queued jobs: they too reach the stream only later
@@ -286,7 +235,7 @@ class AcceleratorEngine:
             if job.tail is not None:
                 lane.stream.wait_event(job.tail)
 
-        lane.submit(wait_for_job)
+        lane.submit(wait_for_job, is_copy=False)
 
     def query(self, event: Event) -> bool:
         return _mark(event).is_complete()
@@ -297,10 +246,7 @@ class AcceleratorEngine:
 
     def cancel(self, event: Event) -> bool:
         mark = _mark(event)
-        if mark.copy is None or not self._lanes[mark.lane].worker.cancel(mark.copy):
-            return False
-        mark.is_cancelled = True
-        return True
+        return mark.copy is not None and self._lanes[mark.lane].cancel(mark)
 
     # -- measures ------------------------------------------------------------------------------------------------------
 
@@ -391,9 +337,9 @@ class AcceleratorEngine:
             return
         self._is_closed = True
         for lane in self._lanes.values():
-            lane.worker.begin_close()
+            lane.begin_close()
         for lane in self._lanes.values():
-            lane.worker.join()
+            lane.join()
             lane.stream.synchronize()  # no copy may still touch pinned memory that is about to go
         if self._disk is not None:
             self._disk.close()

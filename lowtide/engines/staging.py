@@ -1,11 +1,11 @@
 """Copies that need the host: lane workers, and pinned staging between a device and the disk.
 
-What: a `LaneWorker` is a thread that carries out a lane's jobs in order; a `Job` is one copy (or wait) that cannot be
-put on a stream right away. `Staging` is a small ring of pinned chunks through which bytes travel between the device
-and the disk: on the way out the link runs ahead of the disk by the length of the ring, on the way in the disk runs
-ahead of the link.
-Why: no stream can call `pwrite`. The job's `tail` event, recorded on the lane's stream once the host has done its part,
-turns the job back into something that a stream can wait for.
+What: a `CopyLane` has a thread that carries out its jobs in order; a `Job` is one copy (or wait) that cannot be put on
+a stream right away, and a `Mark` a point of a lane that others wait for. `Staging` is a small ring of pinned chunks
+through which bytes travel between the device and the disk: on the way out the link runs ahead of the disk by the length
+of the ring, on the way in the disk runs ahead of the link.
+Why: no stream can call `pwrite`, and the host engine has no streams. The job's `tail` event, recorded on the lane's
+stream once the host has done its part, turns the job back into something that a stream can wait for.
 Cost: two threads, started with the first job, and `2 * NUM_STAGES * STAGE_BYTES` of pinned memory, taken from the
 host arena so that the cap holds. Each chunk passes through host memory twice.
 
@@ -20,9 +20,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from lowtide.engines.base import Lane
 from lowtide.engines.device_ops import DeviceOps, RawEvent, Stream
 from lowtide.engines.tiers.disk import DiskTier
 from lowtide.engines.tiers.host_limit import stay_on
@@ -34,54 +36,102 @@ NUM_STAGES = 4
 
 
 class Job:
-    """Something for a lane worker to do. `work` runs on the worker's thread."""
+    """Something for a lane's thread to do: `work` runs there."""
 
     __slots__ = ("error", "is_started", "settled", "tail", "work")
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work: Callable[[], None] | None = work
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work: Callable[[], object] | None = work
         self.settled = threading.Event()
         self.tail: RawEvent | None = None
         self.error: BaseException | None = None
         self.is_started = False
 
 
-class LaneWorker:
-    """Carries out one lane's jobs, first come first served."""
+class Mark:
+    """An engine's event: a point in a lane, either on its stream already (`raw`) or behind a job of its thread."""
 
-    def __init__(self, ops: DeviceOps, stream: Stream, name: str) -> None:
+    __slots__ = ("copy", "is_cancelled", "job", "lane", "raw")
+
+    def __init__(self, lane: Lane, raw: tuple[RawEvent, ...], job: Job | None, copy: Job | None) -> None:
+        self.lane = lane
+        self.raw = raw
+        self.job = job
+        self.copy = copy  # the last copy before this point, where that was a job
+        self.is_cancelled = False
+
+    def device_events(self) -> tuple[RawEvent, ...]:
+        """What a stream can wait for; nothing when the job has not settled, or there is no working device."""
+        if self.job is None:
+            return self.raw
+        return (self.job.tail,) if self.job.settled.is_set() and self.job.tail is not None else ()
+
+    def is_complete(self) -> bool:
+        """Never blocks."""
+        if self.is_cancelled:
+            return True
+        if self.job is not None and not self.job.settled.is_set():
+            return False
+        return all(event.query() for event in self.device_events())
+
+
+class CopyLane:
+    """A lane's thread, which carries out jobs first come first served, and, with `ops`, its stream."""
+
+    def __init__(self, lane: Lane, ops: DeviceOps | None = None) -> None:
+        self.lane = lane
+        self.stream: Any = None if ops is None else ops.new_stream()
+        self.last_copy: Job | None = None
         self._ops = ops
-        self._stream = stream
-        self._name = name
+        self._last_job: Job | None = None
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. The thread starts with the first one."""
-        with self._changed:
-            assert not self._is_closing
-            self._jobs.append(job)
-            self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+    def open_job(self) -> Job | None:
+        """The last job, while the host still has something to do for it."""
+        if self._last_job is not None and self._last_job.settled.is_set():
+            self._last_job = None
+        return self._last_job
 
-    def cancel(self, job: Job) -> bool:
-        """Keep a job from starting. False if it has started. It settles when its turn comes."""
+    def submit(self, work: Callable[[], object], *, is_copy: bool = True) -> None:
+        """Queue a job. The thread starts with the first one."""
+        job = Job(work)
+        with self._changed:
+            assert not self._is_closing, "copy on a closed engine"
+            self._last_job = job
+            if is_copy:
+                self.last_copy = job
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"lowtide-{self.lane.value}", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def cancel(self, mark: Mark) -> bool:
+        """Keep the last copy before `mark` from starting. False if it has started. It settles when its turn comes."""
+        job = mark.copy
+        if job is None or mark.is_cancelled:
+            return mark.is_cancelled
         with self._changed:
             if job.is_started:
                 return False
-            job.work = None  # lets go of the storages at once
-            return True
+            work, job.work = job.work, None  # lets go of the storages at once
+            mark.is_cancelled = True
+        del work  # outside the lock: this may run finalizers
+        return True
 
     def begin_close(self) -> None:
         """Cancel what has not started; let the thread end. Jobs may wait for the other lane: close both, then join."""
+        dropped = []
         with self._changed:
             self._is_closing = True
             for job in self._jobs:
-                job.work = None
+                if job.work is not None:
+                    job.error = RuntimeError("the swap engine was closed before this copy started")
+                    dropped.append(job.work)
+                    job.work = None
             self._changed.notify()
 
     def join(self) -> None:
@@ -91,8 +141,9 @@ class LaneWorker:
             self._thread = None
 
     def _run(self) -> None:
-        stay_on(self._ops.local_cpus)
-        self._ops.enter_thread()
+        if self._ops is not None:
+            stay_on(self._ops.local_cpus)
+            self._ops.enter_thread()
         while True:
             with self._changed:
                 while not self._jobs and not self._is_closing:
@@ -102,6 +153,7 @@ class LaneWorker:
                 job = self._jobs.popleft()
                 job.is_started = True
             self._carry_out(job)
+            del job
 
     def _carry_out(self, job: Job) -> None:
         try:
@@ -111,11 +163,14 @@ class LaneWorker:
             job.error = error.with_traceback(None)  # its frames would keep the storages alive
         try:
             # After a failure as well: what was issued before it may still be reading the source or filling the target.
-            tail = self._ops.new_event()
-            tail.record(self._stream)
-            job.tail = tail
+            if self._ops is not None:
+                tail = self._ops.new_event()
+                tail.record(self.stream)
+                job.tail = tail
         except BaseException as error:
             job.error = job.error or error.with_traceback(None)
+        # Before the job counts as settled: until then the runtime holds the storages too, so that their last reference
+        # (and any finalizer) goes in a thread of the runtime's choice.
         job.work = None
         job.settled.set()
 

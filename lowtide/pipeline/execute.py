@@ -226,17 +226,14 @@ class Pipeline:
     @property
     def runtime(self) -> Any:
         if self._runtime is None:
-            self._runtime = runtime_of(self.schedule, self.stages, self)
+            self._runtime = runtime_of(self.schedule, self.stages, self.rank, self._do, self._has_failed)
         return self._runtime
 
-    def do(self, every: AnyAction) -> None:
-        """For torch's runtime: an action of this rank."""
+    def _do(self, every: AnyAction) -> None:
         assert self._walk is not None
         self._walk.do(every)
 
-    @property
-    def has_failed(self) -> bool:
-        """For torch's runtime: whether an action of this step has raised."""
+    def _has_failed(self) -> bool:
         return self._walk is not None and self._walk.error is not None
 
     def has_changed(self) -> bool:
@@ -319,22 +316,19 @@ class _Walk:
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
         self._pipeline = pipeline
         self._schedule = pipeline.schedule
-        self._rank = pipeline.rank
-        self._row = pipeline.schedule.actions[pipeline.rank]
         self._transport = pipeline.transport
-        self._weights = pipeline.weight_gradients or WeightGradients()
+        row = self._schedule.actions[pipeline.rank]
         self._split = frozenset(
             (action.stage, action.micro_batch)
-            for every in self._row
+            for every in row
             for action in every.parts
-            if action.kind is Kind.BACKWARD_WEIGHT and pipeline.weight_gradients is not None
+            if action.kind is Kind.BACKWARD_WEIGHT
         )
-        """Chunks whose weight gradients are put off."""
+        """Chunks whose weight gradients can be put off."""
         self._inputs, self._targets = inputs, targets
         self.at: AnyAction | str = "its start"
         """For the text of a failure."""
-        self._positions = {every: position for position, every in enumerate(self._row)}
-        self._position = 0
+        self._positions = {every: position for position, every in enumerate(row)}
         self._gradients = StepGradients({})
         self.error: BaseException | None = None
         self._chunks: dict[tuple[int, int], LiveChunk] = {}
@@ -347,7 +341,7 @@ class _Walk:
         """Results whose turn to be sent has not come."""
         self._to_send: dict[int, deque[Result]] = defaultdict(deque)
         """To each rank, in the order of the schedule."""
-        for every in self._row:
+        for every in row:
             for action in every.parts:
                 if action.kind in SENDS:
                     result = carried_by(action)
@@ -395,28 +389,24 @@ class _Walk:
             self.error = error
 
     def _do(self, every: AnyAction) -> None:
-        self.at, self._position = every, self._positions[every]
-        if isinstance(every, Pair):
-            self._run_pair(every)
-        elif every.kind in RECEIVES:
+        self.at = every
+        if not isinstance(every, Pair) and every.kind in RECEIVES:
             assert self._transport is not None
             result = carried_by(every)
             self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
-        elif every.kind is Kind.FORWARD:
-            forward = self._ready(every)
-            self._let_go()
-            self._pipeline.run_pair(forward, None)
-        elif every.kind is Kind.BACKWARD_WEIGHT:
+        elif not isinstance(every, Pair) and every.kind is Kind.BACKWARD_WEIGHT:
             self._weight_gradient(every)
         else:
-            backward = self._ready(every)
-            self._let_go()
-            self._pipeline.run_pair(None, backward)
+            ready = {part.kind is Kind.FORWARD: self._ready(part) for part in every.parts}
+            # A budget counts what was sent until its reader is known to have begun. A thread lets go of it, and on a
+            # busy machine that may come late.
+            if self._pipeline.waits and self._transport is not None:
+                self._transport.let_go_of(self._pipeline.waits[self._positions[every]])
+            self._pipeline.run_pair(ready.get(True), ready.get(False))
 
-    def _run_pair(self, pair: Pair) -> None:
-        forward, backward = self._ready(pair.forward), self._ready(pair.backward)
-        self._let_go()
-        self._pipeline.run_pair(forward, backward)
+    def _weights_of(self, chunk: tuple[int, int]) -> WeightGradients | None:
+        """What puts off the weight gradients of a chunk, if anything does."""
+        return self._pipeline.weight_gradients if chunk in self._split else None
 
     def _ready(self, action: Action) -> Half:
         """The action, when what it reads from another stage is there."""
@@ -427,12 +417,6 @@ class _Walk:
         is_last = stage == self._schedule.num_stages - 1
         given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
         return functools.partial(self._backward, action, given)
-
-    def _let_go(self) -> None:
-        """A budget counts what was sent until its reader is known to have begun. A thread lets go of it, and on a busy
-        machine that may come late."""
-        if self._pipeline.waits and self._transport is not None:
-            self._transport.let_go_of(self._pipeline.waits[self._position])
 
     def _take(self, result: Result) -> Tensors:
         if result in self._local:
@@ -447,7 +431,8 @@ class _Walk:
         keywords = self._pipeline.keywords_of(micro_batch)
         is_first = self._pipeline.num_steps == 1 and micro_batch == 0
         before = _random_states(module) if is_first else ()
-        with self._weights.forward(chunk) if chunk in self._split else contextlib.nullcontext():
+        weights = self._weights_of(chunk)
+        with weights.forward(chunk) if weights is not None else contextlib.nullcontext():
             if stage == 0:
                 assert self._inputs is not None
                 given = self._inputs[micro_batch]
@@ -496,7 +481,8 @@ class _Walk:
         chunk = action.stage, action.micro_batch
         if given is None:
             given = (torch.ones_like(self._losses[action.micro_batch]),)
-        putting_off = self._weights.put_off(chunk) if chunk in self._split else contextlib.nullcontext()
+        weights = self._weights_of(chunk)
+        putting_off = weights.put_off(chunk) if weights is not None else contextlib.nullcontext()
         keep_whole(self._pipeline.stages[action.stage])
         with self._gradients.of_stage(action.stage), putting_off:
             found = stage_call.backward(self._chunks.pop(chunk), given)
@@ -504,14 +490,15 @@ class _Walk:
 
     def _weight_gradient(self, action: Action) -> None:
         chunk = action.stage, action.micro_batch
-        if chunk in self._split:
-            if not self._weights.num_calls and not self._weights.may_be_idle:
+        weights = self._weights_of(chunk)
+        if weights is not None:
+            if not weights.num_calls and not weights.may_be_idle:
                 raise ConfigError(
                     f"pipeline: '{self._schedule.name}' splits backwards, and no stage of this rank calls "
                     "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
                 )
             with self._gradients.of_stage(action.stage):
-                self._weights.run(chunk)
+                weights.run(chunk)
 
     def _give(self, action: Action, tensors: Tensors) -> None:
         """Hand a result on: to this rank, or to another one as soon as those before it have gone."""
@@ -519,7 +506,7 @@ class _Walk:
         reader = None if result is None else self._schedule.reader(result)
         if result is None or reader is None:
             return
-        if reader == self._rank:
+        if reader == self._pipeline.rank:
             self._local[result] = tensors
             return
         assert self._transport is not None

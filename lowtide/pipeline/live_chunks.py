@@ -201,21 +201,6 @@ def live_mixes(schedule: Schedule, rank: int) -> list[tuple[int, ...]]:
     return found
 
 
-def peak_live_chunks(schedule: Schedule) -> tuple[int, ...]:
-    """Of each rank, the most chunks whose activations it holds at once. Holds for any durations."""
-    return tuple(max(map(sum, live_mixes(schedule, rank)), default=0) for rank in range(schedule.num_ranks))
-
-
-def paired_share(schedule: Schedule) -> tuple[float, ...]:
-    """Of each rank, the share of its forwards and backwards that run in pairs. No overlap of communication with the
-    other half of a pair can hide a larger share of it: a figure of overlap means nothing without this one."""
-    shares = []
-    for rank, row in enumerate(schedule.actions):
-        num_pairs = sum(isinstance(action, Pair) for action in row)
-        shares.append(num_pairs / (schedule.num_micro_batches * len(schedule.stages_of(rank))))
-    return tuple(shares)
-
-
 def is_in_order(schedule: Schedule) -> bool:
     """Whether every stage adds up its weight gradients in the order of the micro-batches. Then sums are those of one
     process that does the micro-batches one after another, to the bit; else only up to rounding."""

@@ -10,7 +10,12 @@ other micro-batch computes:
 Backward begins, because its first exchange is the one that follows least compute. `run` needs no pipeline: it pairs the
 forward of each micro-batch with the backward of the one before (PP = 1). The executor of a pipeline takes `run_pair`.
 
-How: the halves run on two threads, the forward on the caller's, and exactly one of them at a time (two_threads.py).
+How: the halves run on two threads, the forward on the caller's, and exactly one of them at a time. A `Baton` is with
+one of them; the other waits. It changes hands only where its holder passes it on, so what both do happens in one order,
+the same in every run and on every rank. A half that is over passes it on for good; one that raised makes the other
+raise `Abandoned` where it waits, so nobody waits for ever. `ThreadState` is what torch keeps for each thread (gradients
+on or off, autocast, device and stream, saved-tensor hooks, modes) and Python's context variables: a backward on the
+second thread finds what it would find on the caller's.
 Why threads: what torch keeps for a thread (gradients, autocast, saved-tensor hooks, streams) stays with its half. Why
 in turns: ranks wait for each other's collectives, so all must start them in the same order; and two threads that race
 for one compute stream would put one half's exchange behind the other's compute.
@@ -22,27 +27,40 @@ A half without a partner (warm-up, cool-down: `run_pair(forward, None)`), or who
 Exact: each half does what it does alone, in the same order, so losses and gradients are those of plain autograd to the
 bit, whatever is kept, swapped or recomputed.
 Cost: activations of two micro-batches at once, 33 us of the host for each exchange each way, and 0.1 ms a pair.
-Not covered: modules of FSDP2, which would lose gradients (refused by name, but for a model of which the root alone is
-sharded); a DDP that synchronises inside pairs (torch raises); a forward half that calls autograd itself on an
-accelerator, whose thread is with the other half. A model that draws random numbers in backward (not in a recomputed
-forward, which draws what the forward drew) draws them in another order.
+Not covered: `threading.local` of other libraries; modules of FSDP2, which would lose gradients (refused by name, but
+for a model of which the root alone is sharded); a DDP that synchronises inside pairs (torch raises); a forward half
+that calls autograd itself on an accelerator, whose thread is with the other half. A model that draws random numbers in
+backward (not in a recomputed forward, which draws what the forward drew) draws them in another order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.exchange import Half, Route, Work, is_exchange, running_half, start_on_group
-from lowtide.pipeline.two_threads import Baton, ThreadState
-from lowtide.tensors.private import fsdp_module_of
+from lowtide.tensors.private import (
+    Hooks,
+    dispatch_modes,
+    fsdp_module_of,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    pop_saved_tensors_hooks,
+    push_dispatch_mode,
+    push_function_mode,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 
 _NUM_CHECKED = 8
 """In so many pairs it is looked whether a module cannot be in one: models do not change much."""
@@ -68,17 +86,11 @@ class Event:
     """Of an exchange of this half, or of a segment, from 0."""
 
 
-class Log(Protocol):
-    """A list, or what stamps events with a clock."""
-
-    def append(self, event: Event, /) -> None: ...
-
-
 class Overlap:
     """Carries out pairs, one after the other. It owns a thread, which ends with it."""
 
-    def __init__(self, *, start: Start = start_on_group, log: Log | None = None) -> None:
-        """start: starts an exchange, for a link that is not a process group. log: every event is appended to it."""
+    def __init__(self, *, start: Start = start_on_group, log: Callable[[Event], object] | None = None) -> None:
+        """start: starts an exchange, for a link that is not a process group. log: is called with every event."""
         self.start = start
         self.log = log
         self.num_pairs = 0
@@ -227,7 +239,7 @@ class _Half:
         if number is None:
             number = self._num[kind] = self._num.get(kind, -1) + 1
         if self.home.log is not None:
-            self.home.log.append(Event(self._pair, self.name, kind, number))
+            self.home.log(Event(self._pair, self.name, kind, number))
         return number
 
 
@@ -262,3 +274,112 @@ class _Turn:
         self._half.let_other_run()
         self._work.wait()
         self._half.note("wait", self._number)
+
+
+# -- two threads of which exactly one runs ---------------------------------------------------------------------------
+
+
+class Abandoned(BaseException):
+    """The other half raised, so this one need not go on. Not an `Exception`: models catch those."""
+
+
+class Baton:
+    """Who of two halves, named by words, runs."""
+
+    def __init__(self, first: str) -> None:
+        self._holder: str | None = first
+        self._over: set[str] = set()
+        self._changed = threading.Condition()
+        self.error: BaseException | None = None
+        """What the first half that raised has raised."""
+
+    def wait_for(self, half: str) -> None:
+        """Return when it is the turn of `half`. Raises Abandoned if the other one has raised."""
+        with self._changed:
+            while self._holder != half and self.error is None:
+                self._changed.wait()
+            if self.error is not None:
+                raise Abandoned
+
+    def pass_on(self, half: str, other: str) -> bool:
+        """Let the other half run, until the baton comes back. False if the other half is over: nothing has run."""
+        with self._changed:
+            if self.error is not None:
+                raise Abandoned
+            assert self._holder == half, f"{half} runs although it is not its turn"
+            if other in self._over:
+                return False
+            self._holder = other
+            self._changed.notify_all()
+        self.wait_for(half)
+        return True
+
+    def end(self, half: str, other: str, error: BaseException | None) -> None:
+        """`half` is over, and raised `error` if that is not None."""
+        with self._changed:
+            self._over.add(half)
+            if self.error is None and not isinstance(error, Abandoned):
+                self.error = error
+            if self._holder == half:
+                self._holder = other
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """What torch keeps for the thread that called `now`."""
+
+    context: contextvars.Context
+    has_gradients: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """For each kind of device: whether it is on, and the dtype."""
+    caches_casts: bool
+    stream: torch.Stream | None
+    """Of the accelerator, if the process uses one."""
+    hooks: Hooks | None
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+
+    @staticmethod
+    def now() -> ThreadState:
+        device = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if device is None else ["cpu", device.type]
+        # To ask for the stream of a device that nobody uses would set it up.
+        is_used = device is not None and getattr(torch.get_device_module(device), "is_initialized", bool)()
+        return ThreadState(
+            context=contextvars.copy_context(),
+            has_gradients=torch.is_grad_enabled(),
+            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            caches_casts=torch.is_autocast_cache_enabled(),
+            stream=torch.accelerator.current_stream() if is_used else None,
+            hooks=top_saved_tensors_hooks(),
+            function_modes=tuple(function_modes()),
+            dispatch_modes=tuple(dispatch_modes()),
+        )
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Inside, this thread is as the other one was. Afterwards hooks and modes are off; the rest stays as it is."""
+        torch.set_grad_enabled(self.has_gradients)
+        for kind, is_on, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.caches_casts)
+        if self.stream is not None:
+            torch.accelerator.set_stream(self.stream)  # and its device
+        torch.get_num_threads()  # tells this thread how many torch was told to use
+        with contextlib.ExitStack() as stack:
+            # Whoever leaves the outermost autocast of a thread empties a cache that all threads share, and a weight
+            # that the other half uses twice would be cast twice: other sums.
+            torch.autocast_increment_nesting()
+            stack.callback(torch.autocast_decrement_nesting)
+            if self.hooks is not None:
+                push_saved_tensors_hooks(*self.hooks)
+                stack.callback(pop_saved_tensors_hooks)
+            for mode in self.function_modes:
+                push_function_mode(mode)
+                stack.callback(pop_function_mode)
+            for mode in self.dispatch_modes:
+                push_dispatch_mode(mode)
+                stack.callback(pop_dispatch_mode)
+            yield

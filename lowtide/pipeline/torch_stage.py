@@ -12,9 +12,9 @@ Not covered: what torch's own actions do with a stage that holds no outputs (the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as Collection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,19 +31,8 @@ from lowtide.pipeline.schedule import TRANSFERS, Action, AnyAction, Kind, Pair, 
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.private import await_unshard, make_schedule_runtime
 
-
-class Actor(Protocol):
-    """Carries out the actions of one rank."""
-
-    rank: int
-
-    def do(self, every: AnyAction, /) -> None:
-        """An action of the row, but for sends."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether one of this step has raised."""
-
+Do = Callable[[AnyAction], None]
+"""Carries out an action of the rank's row, but for sends."""
 
 _KINDS = {
     FORWARD: Kind.FORWARD,
@@ -56,22 +45,25 @@ _KINDS = {
 class Stage(PipelineStage):
     """Of one rank. What torch's class would hold for its own actions (buffers, caches) is never made."""
 
-    def __init__(self, module: nn.Module, number: int, schedule: Schedule, actor: Actor) -> None:
+    def __init__(
+        self, module: nn.Module, number: int, schedule: Schedule, *, rank: int, do: Do, has_failed: Callable[[], bool]
+    ) -> None:
+        """has_failed: whether an action of this step has raised."""
         self.submod = module
         self.stage_index, self.num_stages = number, schedule.num_stages
-        self.group_rank, self.group_size = actor.rank, schedule.num_ranks
+        self.group_rank, self.group_size = rank, schedule.num_ranks
         self.has_backward = True
-        self._actor = actor
+        self._do, self._has_failed = do, has_failed
 
     def clear_runtime_states(self) -> None:
         """There are none."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        self._actor.do(Action(Kind.RECEIVE_FORWARD, self.stage_index, fwd_chunk_id))
+        self._do(Action(Kind.RECEIVE_FORWARD, self.stage_index, fwd_chunk_id))
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        self._actor.do(Action(Kind.RECEIVE_BACKWARD, self.stage_index, bwd_chunk_id))
+        self._do(Action(Kind.RECEIVE_BACKWARD, self.stage_index, bwd_chunk_id))
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -82,24 +74,27 @@ class Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # After a failure others must not train on a part of the sum: they wait, until they hear of it.
-        if not self._actor.has_failed:
+        if not self._has_failed():
             super().perform_reduce_grad(grad_scale_factor)
 
 
-def runtime_of(schedule: Schedule, modules: Mapping[int, nn.Module], actor: Actor) -> Any:
-    """Torch's runtime with the rows of `schedule`, for the rank of the actor and the stages that it has."""
-    rank = actor.rank
-    stages = [Stage(module, number, schedule, actor) for number, module in sorted(modules.items())]
+def runtime_of(
+    schedule: Schedule, modules: Mapping[int, nn.Module], rank: int, do: Do, has_failed: Callable[[], bool]
+) -> Any:
+    """Torch's runtime with the rows of `schedule`, for a rank and the stages that it has."""
+    by_number = {
+        number: Stage(module, number, schedule, rank=rank, do=do, has_failed=has_failed)
+        for number, module in sorted(modules.items())
+    }
     rows = [[str(action) for action in row] for row in schedule.actions]
     rows[rank] = _with_gathers(schedule.actions[rank], {number for number, each in modules.items() if is_fsdp(each)})
-    runtime = make_schedule_runtime(stages, schedule.num_micro_batches, rows)
-    by_number = {stage.stage_index: stage for stage in stages}
+    runtime = make_schedule_runtime(list(by_number.values()), schedule.num_micro_batches, rows)
 
     def carry_out(action: Any, _: Any) -> None:
         every = _ours(action)
         for part in every.parts:
             await_unshard(runtime, by_number[part.stage])
-        actor.do(every)
+        do(every)
 
     for kind in (*_KINDS, OVERLAP_F_B):
         runtime.register_custom_function(kind, carry_out)

@@ -51,14 +51,14 @@ class Choice:
 
     found: Found
     placement: OptimizerPlacement
-    slot_bytes: int
+    slot_bytes: int = 0
     """What the tick of the optimizer counts for buckets that pass through."""
-    stall_seconds: float
+    stall_seconds: float = 0.0
     """Of the played step's stalls, those for the state."""
-    streamed_seconds: float
+    streamed_seconds: float = 0.0
     """Of the played step's recomputes, what are none: shares that are streamed."""
-    slowed_seconds: float
-    seconds: float
+    slowed_seconds: float = 0.0
+    seconds: float = 0.0
     """What the state costs on its way, of one micro-batch; the played step is the only one that has all of it."""
 
     @property
@@ -228,9 +228,7 @@ class StatePrices:
         return Choice(
             found=found,
             placement=placement,
-            slot_bytes=0,
             stall_seconds=lanes.stall_seconds,
-            streamed_seconds=0.0,
             slowed_seconds=lanes.slowed_seconds,
             seconds=lanes.stall_seconds + lanes.slowed_seconds,
         )
@@ -238,15 +236,7 @@ class StatePrices:
     def _kept(self, found: Found, reason: str) -> Choice:
         """All of the state stays."""
         resident_bytes = self.profile.state.optimizer_movable
-        return Choice(
-            found=found,
-            placement=OptimizerPlacement(moved_bytes=0, resident_bytes=resident_bytes, reason=reason),
-            slot_bytes=0,
-            stall_seconds=0.0,
-            streamed_seconds=0.0,
-            slowed_seconds=0.0,
-            seconds=0.0,
-        )
+        return Choice(found, OptimizerPlacement(moved_bytes=0, resident_bytes=resident_bytes, reason=reason))
 
     def shared_seconds(self, found: Found) -> float:
         """Of one micro-batch: what the state costs is of one step, and shared by its micro-batches."""

@@ -9,8 +9,8 @@ Why a bound: every row is necessary. Take any real schedule, read its shares and
 each point, and all rows hold; each says why. The value of the program is therefore at most the time of that schedule,
 whatever the points are. With `whole=True` shares are 0 or 1 (branch and bound), and the bound is the search's own.
 
-Cost: with n items and p points about 2 n + 7 p columns, and rows with a few entries each (memory_rows.py). 32 layers ×
-11 items: 0.1 s.
+Cost: with n items and p points about 2 n + 7 p columns, and rows with a few entries each (linear_program.py). 32 layers
+× 11 items: 0.1 s.
 
 Not covered: the order of copies on a lane, that an item leaves whole and between ticks, and when exactly an item is
 made that serves as an input of others. All of them make the real step slower, none faster: the bound stays one.
@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core.fate import Fate
-from lowtide.planner.linear_program import Linear, Solved
-from lowtide.planner.memory_rows import Floats, Lanes, Moves, Points, watch_flow, watch_peak
+from lowtide.planner.linear_program import Floats, Linear, Moves, Points, Solved, watch_flow, watch_peak
 from lowtide.timeline.memory import StepArrays, presence
 from lowtide.timeline.step import Link, Step
 
@@ -272,7 +271,7 @@ class Program:
             watch_peak(build, self._points(ticks), moves)
         else:
             budget = (self.budget_bytes - reserve_bytes) / self._unit_bytes
-            watch_flow(build, self._points(ticks, self._visiting), moves, self._lanes(), budget)
+            watch_flow(build, self._points(ticks, self._visiting), moves, budget)
         if self.host_bytes is not None and moves.swapped:
             # A copy lives on the next tier until the step is over.
             build.row(moves.swapped, -math.inf, self.host_bytes / self._unit_bytes)
@@ -318,17 +317,13 @@ class Program:
         """`counted`: bytes that lanes count once more."""
         plain = self.plain if counted is None else self.plain - counted
         places = np.array(ticks, dtype=np.int64)
+        # Latency weighs most on the smallest item.
+        least = min((item.nbytes for item in self.step.items if item.nbytes), default=1)
         return Points(
             ticks=places,
             num_forward_ticks=self.step.num_forward_ticks,
             plain=plain[places] / self._unit_bytes,
             seconds=np.diff(self._clock[places], prepend=0.0) / self._unit_seconds,
-        )
-
-    def _lanes(self) -> Lanes:
-        # Latency weighs most on the smallest item.
-        least = min((item.nbytes for item in self.step.items if item.nbytes), default=1)
-        return Lanes(
             compute_share=self.link.compute_share,
             out_density=least / self._unit_bytes / self._out_seconds(least),
             back_density=least / self._unit_bytes / self._back_seconds(least),

@@ -214,7 +214,7 @@ def _presences(step: Step, fates: Sequence[Fate], timeline: Timeline, num_items:
         found += [
             Block(name=item.name, owner=owner, nbytes=item.nbytes, start=start, end=end)
             for start, end in spans
-            if end > start
+            if end > start and item.nbytes
         ]
     return found
 

@@ -29,7 +29,6 @@ import base64
 import json
 import os
 import pickle
-from bisect import insort
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
@@ -38,6 +37,7 @@ from typing import Any
 
 from lowtide.core.plan import plan_table
 from lowtide.core.text_table import percent
+from lowtide.engines.tiers.disk import RangeAllocator
 from lowtide.errors import ConfigError, wrong_argument
 from lowtide.report.pictures import (
     DARK,
@@ -77,7 +77,7 @@ class _Device:
 
     def __init__(self, number: int, played: Played) -> None:
         self._number = number
-        self._room = _Room()
+        self._room = RangeAllocator()
         self._events: list[dict[str, Any]] = []
         self._live: dict[int, tuple[int, Frames]] = {}
         """Address -> bytes and their owner."""
@@ -86,7 +86,7 @@ class _Device:
         self._play(played)
 
     def trace(self) -> list[dict[str, Any]]:
-        first = {"action": "segment_alloc", "addr": _BASE, "size": self._room.end, "stream": 0, "frames": []}
+        first = {"action": "segment_alloc", "addr": _BASE, "size": self._room.end_bytes, "stream": 0, "frames": []}
         # The viewer adds this category by itself where it is missing, and some versions of it fail there.
         return [{**first, "time_us": 0, "category": "unknown"}, *self._events]
 
@@ -99,13 +99,13 @@ class _Device:
                 blocks.append(_block(at, address - at, "inactive", []))
             blocks.append(_block(address, nbytes, "active_allocated", frames))
             at = address + nbytes
-        if at < self._room.end:
-            blocks.append(_block(at, self._room.end - at, "inactive", []))
+        if at < self._room.end_bytes:
+            blocks.append(_block(at, self._room.end_bytes - at, "inactive", []))
         allocated = sum(nbytes for nbytes, _ in self._live.values())
         return {
             "device": self._number,
             "address": _BASE,
-            "total_size": self._room.end,
+            "total_size": self._room.end_bytes,
             "allocated_size": allocated,
             "active_size": allocated,
             "requested_size": allocated,
@@ -150,7 +150,7 @@ class _Device:
             self._unnamed.append((address, wanted - have))
 
     def _alloc(self, nbytes: int, start: float, frames: Frames, category: str) -> int:
-        address = self._room.take(nbytes)
+        address = self._room.allocate(nbytes)
         self._live[address] = (nbytes, frames)
         self._note("alloc", address, start, category=category)
         return address
@@ -159,7 +159,7 @@ class _Device:
         for action in ("free_requested", "free_completed"):
             self._note(action, address, start)
         nbytes, _ = self._live.pop(address)
-        self._room.give_back(address, nbytes)
+        self._room.free(address, nbytes)
 
     def _note(self, action: str, address: int, start: float, **more: str) -> None:
         nbytes, frames = self._live[address]
@@ -174,32 +174,6 @@ class _Device:
                 **more,
             }
         )
-
-
-class _Room:
-    """Addresses from 0 up: the smallest hole that fits, or the end."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._holes: list[tuple[int, int]] = []
-        """(start, bytes), by start; no two touch."""
-
-    def take(self, nbytes: int) -> int:
-        fitting = [hole for hole in self._holes if hole[1] >= nbytes]
-        if not fitting:
-            self.end += nbytes
-            return self.end - nbytes
-        start, size = hole = min(fitting, key=lambda hole: (hole[1], hole[0]))
-        self._holes.remove(hole)
-        if size > nbytes:
-            insort(self._holes, (start + nbytes, size - nbytes))
-        return start
-
-    def give_back(self, start: int, nbytes: int) -> None:
-        for hole in [hole for hole in self._holes if hole[0] + hole[1] == start or start + nbytes == hole[0]]:
-            self._holes.remove(hole)
-            start, nbytes = min(start, hole[0]), nbytes + hole[1]
-        insort(self._holes, (start, nbytes))
 
 
 def _others(played: Played, named: Sequence[int]) -> list[int]:

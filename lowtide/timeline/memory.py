@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,11 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ticks = Sequence[int | None]
 """A tick for each item, or None where there is none."""
+_COLUMNS = (
+    *("nbytes", "born", "saved", "dies", "recipe_seconds", "recipe_bytes", "decode_seconds", "work_bytes"),
+    *("visit_bytes", "fetch_from", "check_bytes", "check_until"),
+)
+"""Fields of items that `StepArrays` has by the same names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,25 +78,18 @@ class StepArrays:
         if isinstance(step, StepArrays):
             return step
         num_ticks, items = len(step.ticks), step.items
+        columns: dict[str, Any] = {
+            name: np.array([getattr(item, name) for item in items], float if name.endswith("_seconds") else np.int64)
+            for name in _COLUMNS
+        }
         arrays = cls(
             step=step,
             seconds=np.array([tick.seconds for tick in step.ticks], float),
             base=np.array([tick.base_bytes for tick in step.ticks], np.int64),
-            nbytes=np.array([item.nbytes for item in items], np.int64),
-            born=np.array([item.born for item in items], np.int64),
-            saved=np.array([item.saved for item in items], np.int64),
-            dies=np.array([item.dies for item in items], np.int64),
             first_read=np.array([item.reads[0] if item.reads else num_ticks for item in items], np.int64),
             release=np.array([max(item.release, item.reads[-1] + 1 if item.reads else 0) for item in items], np.int64),
-            recipe_seconds=np.array([item.recipe_seconds for item in items], float),
-            recipe_bytes=np.array([item.recipe_bytes for item in items], np.int64),
-            decode_seconds=np.array([item.decode_seconds for item in items], float),
-            work_bytes=np.array([item.work_bytes for item in items], np.int64),
-            visit_bytes=np.array([item.visit_bytes for item in items], np.int64),
-            fetch_from=np.array([item.fetch_from for item in items], np.int64),
-            check_bytes=np.array([item.check_bytes for item in items], np.int64),
-            check_until=np.array([item.check_until for item in items], np.int64),
             dependents_first=_dependents_first(items),
+            **columns,
             **_stops(step),
         )
         assert num_ticks > 0 and 0 <= step.num_forward_ticks <= num_ticks
@@ -255,7 +254,7 @@ def swapped_ticks(ticks: Ticks, swapped: Ints) -> Ints:
     return np.array(chosen, np.int64)
 
 
-def _stops(step: Step) -> dict[str, Ints]:
+def _stops(step: Step) -> dict[str, Any]:
     num_ticks = len(step.ticks)
     every = np.arange(num_ticks)
     if not step.stops:

@@ -16,12 +16,11 @@ from benchmarks.overlap_figures import (
     seconds_of,
     traced_share,
 )
-from lowtide.pipeline.clock import Durations
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.live_chunks import paired_share
 from lowtide.pipeline.overlap import BACKWARD, FORWARD, Event
 from lowtide.pipeline.schedule import Action, Kind, Pair
 from tests.support.exposed import exposed
+from tests.support.row_counts import paired_share
 
 HALVES = {"F": FORWARD, "B": BACKWARD}
 
@@ -117,15 +116,15 @@ TIMES = ChunkTimes(
 
 
 def test_a_pair_in_a_schedule_is_priced_by_the_replay() -> None:
-    assert TIMES.durations() == Durations(
-        forward_seconds=41 + 32,
-        backward_seconds=82 + 32,
-        backward_input_seconds=82 + 32 - 41,
-        backward_weight_seconds=41,
-        pair_seconds=123,
-    )
-    assert TIMES.durations(overlaps=False).pair_seconds == 123 + 64
-    assert TIMES.durations(has_exchanges=False).pair_seconds == 123
+    assert TIMES.durations() == {
+        "forward": 41 + 32,
+        "backward": 82 + 32,
+        "backward_input": 82 + 32 - 41,
+        "backward_weight": 41,
+        "pair": 123,
+    }
+    assert TIMES.durations(overlaps=False)["pair"] == 123 + 64
+    assert TIMES.durations(has_exchanges=False)["pair"] == 123
 
 
 def test_one_stage_is_as_its_parts() -> None:

@@ -246,13 +246,3 @@ class SimDevice:
 
     def reset_peak(self) -> None:
         pass
-
-    # -- what `DeviceClock` asks for
-
-    def mark(self) -> SimEvent:
-        event = self.new_event(timing=True)
-        event.record(self.current)
-        return event
-
-    def synchronize(self) -> None:
-        self.drain()

@@ -391,7 +391,7 @@ def test_close_drops_queued_jobs_and_is_idempotent(held, monkeypatch):
     for _ in range(3):
         engine.copy_out(filled(3000, 5), engine.allocate(3000, "disk"))
         engine.wait(Lane.IN, engine.record(Lane.OUT))
-    worker = engine._lanes[Lane.OUT].worker
+    worker = engine._lanes[Lane.OUT]
     join = worker.join
     monkeypatch.setattr(worker, "join", lambda: (disk.may_write.set(), join()))
     engine.close()

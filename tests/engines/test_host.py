@@ -19,7 +19,7 @@ import torch
 
 from lowtide.engines import host
 from lowtide.engines.base import Engine, Lane, Slot
-from lowtide.engines.host import HostEngine, _Copy, _Lane
+from lowtide.engines.host import HostEngine
 from lowtide.errors import ConfigError, TierFull
 from lowtide.tensors.view import byte_view
 from tests.support import processes
@@ -128,16 +128,6 @@ def test_an_event_waits_for_everything_before_it(engine):
     first_done.set()
     engine.wait(Lane.COMPUTE, events[-1])
     assert all(engine.query(event) for event in events)
-
-
-def test_a_lane_has_come_as_far_as_its_first_copy_that_is_not_over() -> None:
-    lane = _Lane(threading.Lock())
-    copies = [_Copy(sequence, _storage(8, 1), 0) for sequence in (1, 2, 3, 4)]
-    come = []
-    for copy in (copies[1], copies[2], copies[0], copies[3]):
-        lane.finish(copy)
-        come.append(lane.finished_upto)
-    assert come == [0, 0, 3, 4]
 
 
 def test_wait_on_compute_blocks_and_says_for_how_long(engine, monkeypatch):
@@ -339,7 +329,7 @@ def test_close_drops_what_has_not_started(tmp_path, monkeypatch):
     _, running = _write(engine, 1)
     assert gate.entered.acquire(timeout=120)
     _, queued = _write(engine, 2)
-    (thread,) = engine._copier.threads
+    thread = engine._lanes[Lane.OUT]._thread
     join = thread.join
     monkeypatch.setattr(thread, "join", lambda: (gate.opened.set(), join()))
     engine.close()

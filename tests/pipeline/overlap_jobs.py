@@ -94,7 +94,7 @@ def bits(
     engine = "host" if seed is None else VirtualEngine(seed=seed)
     tide = contextlib.nullcontext() if memory is None else lowtide.apply(model, memory, engine=engine, group=group)
     with tide:
-        runs = [_in_series(Overlap()), Overlap().run, Overlap(log=log).run]
+        runs = [_in_series(Overlap()), Overlap().run, Overlap(log=log.append).run]
         found = [_result(model, run, batches) for run in runs]
         stats = None if memory is None else tide.stats
     return {
@@ -108,7 +108,7 @@ def bits(
 def order(rank: int, num_layers: int = 3) -> list[Event]:
     log: list[Event] = []
     model = moe.make(rank, num_layers=num_layers)
-    Overlap(log=log).run(model, moe.batches(rank))
+    Overlap(log=log.append).run(model, moe.batches(rank))
     assert exposed(event for event in log if event.pair in (1, 2, 3)) == []
     return log
 
@@ -207,7 +207,7 @@ def pipeline(rank: int, schedule: str, memory: dict[str, Any] | None = None) -> 
     with contextlib.ExitStack() as stack:
         for stage in own.values() if memory is not None else ():
             stack.enter_context(lowtide.apply(stage, memory, group=own_group))
-        run_pair = Overlap(start=start, log=log).run_pair
+        run_pair = Overlap(start=start, log=log.append).run_pair
         runner = Pipeline(made, own, loss=_loss if has_last else None, run_pair=run_pair)
         stack.callback(runner.close)
         different = []

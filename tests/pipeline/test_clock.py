@@ -7,13 +7,14 @@ pair, P is the number of ranks, M that of micro-batches, r the rank.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
-from lowtide.pipeline.clock import UNIT, Durations, Played, play, with_transfers
+from lowtide.pipeline.clock import Played, play, seconds_by_kind, with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.live_chunks import paired_share, peak_live_chunks
-from lowtide.pipeline.schedule import Schedule, made_by
+from lowtide.pipeline.schedule import AnyAction, Schedule, made_by
+from tests.support.row_counts import bubble_of, paired_share, peak_live_chunks
 
 SIZES = [(ranks, factor * ranks) for ranks in (2, 4, 8) for factor in (2, 4, 8)] + [(16, 32), (16, 128)]
 
@@ -28,13 +29,13 @@ def gaps(played: Played) -> tuple[float, ...]:
     return tuple(row[-1].end - row[0].start - busy for row, busy in zip(played.rows, played.busy_seconds))
 
 
-def durations(forward: int, backward_input: int, backward_weight: int, pair: int = 0) -> Durations:
-    return Durations(
-        forward_seconds=forward,
-        backward_seconds=backward_input + backward_weight,
-        backward_input_seconds=backward_input,
-        backward_weight_seconds=backward_weight,
-        pair_seconds=pair or forward + backward_input + backward_weight,
+def durations(forward: int, backward_input: int, backward_weight: int, pair: int = 0) -> Callable[[AnyAction], float]:
+    return seconds_by_kind(
+        forward=forward,
+        backward=backward_input + backward_weight,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        pair=pair or forward + backward_input + backward_weight,
     )
 
 
@@ -49,8 +50,8 @@ def test_bubble_of_gpipe_and_1f1b(name: str, num_ranks: int, num_micro_batches: 
     schedule = made(name, num_ranks, num_micro_batches)
     for forward, backward in some(((3, 4), (1, 2), (7, 2)), num_ranks):
         bubble = (num_ranks - 1) * (forward + backward)
-        played = play(schedule, durations(forward, backward - 1, 1).seconds_of)
-        assert set(played.bubble_seconds) == {bubble}
+        played = play(schedule, durations(forward, backward - 1, 1))
+        assert set(bubble_of(played)) == {bubble}
         assert played.step_seconds == num_micro_batches * (forward + backward) + bubble
     held = {"gpipe": [num_micro_batches] * num_ranks, "1f1b": list(range(num_ranks, 0, -1))}[name]
     assert list(peak_live_chunks(schedule)) == held
@@ -61,14 +62,14 @@ def test_bubble_of_interleaved(num_ranks: int, num_micro_batches: int) -> None:
     """(P - 1)(F + B) of one stage, however many there are on a rank: v times less than 1F1B with the same model."""
     for stages in some((2, 3), num_ranks):
         schedule = made("interleaved", num_ranks, num_micro_batches, stages_per_rank=stages)
-        played = play(schedule, durations(3, 2, 2).seconds_of)
-        assert set(played.bubble_seconds) == {(num_ranks - 1) * 7}
+        played = play(schedule, durations(3, 2, 2))
+        assert set(bubble_of(played)) == {(num_ranks - 1) * 7}
         held = [(stages - 1) * num_ranks + 2 * (num_ranks - 1 - rank) + 1 for rank in range(num_ranks)]
         assert list(peak_live_chunks(schedule)) == held
 
 
 def test_interleaved_waits_longer_with_fewer_micro_batches_than_ranks() -> None:
-    bubbles = [set(play(made("interleaved", 4, number)).bubble_seconds) for number in (2, 3, 4, 5, 7, 10)]
+    bubbles = [set(bubble_of(play(made("interleaved", 4, number)))) for number in (2, 3, 4, 5, 7, 10)]
     assert bubbles == [{15}, {12}, {9}, {9}, {9}, {9}]
 
 
@@ -79,8 +80,8 @@ def test_interleaved_overlap_has_the_bubble_of_interleaved_on_the_last_rank(
     """And a step that is shorter by what its pairs save."""
     schedule = made("interleaved_overlap", num_ranks, num_micro_batches)
     for pair in some((5, 6, 7), num_ranks):
-        played = play(schedule, durations(3, 2, 2, pair).seconds_of)
-        assert played.bubble_seconds[-1] == (num_ranks - 1) * 7
+        played = play(schedule, durations(3, 2, 2, pair))
+        assert bubble_of(played)[-1] == (num_ranks - 1) * 7
         num_pairs = 2 * num_micro_batches - num_ranks - 1
         assert played.step_seconds == (2 * num_micro_batches + num_ranks - 1) * 7 - num_pairs * (7 - pair)
 
@@ -89,16 +90,16 @@ def test_interleaved_overlap_has_the_bubble_of_interleaved_on_the_last_rank(
 def test_zb_v_has_no_bubble_when_all_parts_are_equal(num_ranks: int, num_micro_batches: int) -> None:
     """With F = I = W and at least 2P - 1 micro-batches no rank waits once it has begun; it holds 2P chunks."""
     schedule = made("zb_v", num_ranks, num_micro_batches)
-    played = play(schedule, durations(5, 5, 5).seconds_of)
+    played = play(schedule, durations(5, 5, 5))
     assert set(gaps(played)) == {0}
-    assert set(played.bubble_seconds) == {(num_ranks - 1) * 5}
+    assert set(bubble_of(played)) == {(num_ranks - 1) * 5}
     assert set(peak_live_chunks(schedule)) == {2 * num_ranks}
 
 
 @pytest.mark.parametrize("parts", [(4, 5, 5), (6, 5, 5), (5, 4, 5), (5, 6, 5), (5, 5, 4), (5, 5, 6)])
 def test_zb_v_waits_as_soon_as_one_part_differs(parts: tuple[int, int, int]) -> None:
     for num_ranks in (4, 8):
-        assert max(gaps(play(made("zb_v", num_ranks, 4 * num_ranks), durations(*parts).seconds_of))) > 0
+        assert max(gaps(play(made("zb_v", num_ranks, 4 * num_ranks), durations(*parts)))) > 0
 
 
 def test_zb_v_waits_with_fewer_micro_batches() -> None:
@@ -117,10 +118,10 @@ def test_bubble_and_peak_of_dualpipev(num_ranks: int, num_micro_batches: int) ->
     assert set(peak_live_chunks(schedule)) == {2 * num_ranks + 1}
     for weight in some((6, 5, 3), num_ranks):
         for pair in some((6 + weight, 2 * 6 + weight - 3, 2 * 6 + weight, 20), num_ranks):
-            played = play(schedule, durations(6, 6, weight, pair).seconds_of)
-            assert played.bubble_seconds[-1] == (num_ranks - 1) * (pair + (6 + weight) - 3 * weight)
+            played = play(schedule, durations(6, 6, weight, pair))
+            assert bubble_of(played)[-1] == (num_ranks - 1) * (pair + (6 + weight) - 3 * weight)
     if num_ranks < 16:
-        without_gain = play(schedule, durations(6, 6, 6).seconds_of).bubble_seconds
+        without_gain = bubble_of(play(schedule, durations(6, 6, 6)))
         assert set(without_gain) == {(num_ranks - 1) * 12}
 
 
@@ -136,10 +137,10 @@ def test_bubble_and_peak_of_dualpipev(num_ranks: int, num_micro_batches: int) ->
 def test_dualpipev_differs_where_a_condition_fails(parts: tuple[int, int, int], pair: int, longer: bool) -> None:
     _, backward_input, weight = parts
     for num_ranks in (2, 4, 8):
-        played = play(made("dualpipev", num_ranks, 4 * num_ranks), durations(*parts, pair).seconds_of)
+        played = play(made("dualpipev", num_ranks, 4 * num_ranks), durations(*parts, pair))
         published = (num_ranks - 1) * (pair + backward_input + weight - 3 * weight)
-        assert (played.bubble_seconds[-1] > published) == longer
-        assert played.bubble_seconds[-1] != published
+        assert (bubble_of(played)[-1] > published) == longer
+        assert bubble_of(played)[-1] != published
 
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), SIZES)
@@ -153,10 +154,10 @@ def test_share_of_dualpipev_that_runs_in_pairs(num_ranks: int, num_micro_batches
 
 def test_dualpipev_pays_only_where_pairs_gain() -> None:
     """Against ZB-V with the same model on the same 4 ranks: from F&B = 0.96 (F + B) on it is faster."""
-    zb_v = play(made("zb_v", 4, 16), durations(100, 100, 100).seconds_of).step_seconds
+    zb_v = play(made("zb_v", 4, 16), durations(100, 100, 100)).step_seconds
     schedule = made("dualpipev", 4, 16)
-    assert play(schedule, durations(100, 100, 100, 300).seconds_of).step_seconds > zb_v
-    assert play(schedule, durations(100, 100, 100, 288).seconds_of).step_seconds < zb_v
+    assert play(schedule, durations(100, 100, 100, 300)).step_seconds > zb_v
+    assert play(schedule, durations(100, 100, 100, 288)).step_seconds < zb_v
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_what_a_transfer_costs(name: str, stages: int, step: int, percent: int) 
     """The same model on 4 ranks with 16 micro-batches, as an independent simulation had it: the step where a transfer
     takes no time, and by how much longer it is where one takes 0.4 of a forward."""
     schedule = made(name, 4, 16)
-    seconds_of = durations(10 * stages, 10 * stages, 10 * stages).seconds_of
+    seconds_of = durations(10 * stages, 10 * stages, 10 * stages)
     without = play(schedule, seconds_of).step_seconds
     assert without == 10 * step
     assert round(100 * (play(schedule, seconds_of, transfer_seconds=4).step_seconds / without - 1)) == percent
@@ -206,7 +207,7 @@ def test_the_turn_of_a_v_costs_no_transfer() -> None:
 
 
 def test_durations_name_each_kind() -> None:
-    by_kind = {str(action): UNIT.seconds_of(action) for row in made("dualpipev", 2, 4).actions for action in row}
+    by_kind = {str(action): seconds_by_kind()(action) for row in made("dualpipev", 2, 4).actions for action in row}
     assert [by_kind[word] for word in ("0F0", "3B2", "3I0", "3W0", "(0F3;3B1)OVERLAP_F_B")] == [1, 2, 1, 1, 3]
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import GENERATORS, make_schedule
-from lowtide.pipeline.live_chunks import peak_live_chunks
 from tests.support import pipeline_jobs, two_ranks
 from tests.support.receives import peak_receives
+from tests.support.row_counts import peak_live_chunks
 from tests.support.staged_models import MANY
 from tests.support.zoo import mixed
 

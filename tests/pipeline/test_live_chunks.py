@@ -9,8 +9,9 @@ import pytest
 
 from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import GENERATORS, make_schedule
-from lowtide.pipeline.live_chunks import live_chunks_of, peak_live_chunks
+from lowtide.pipeline.live_chunks import live_chunks_of
 from lowtide.pipeline.schedule import RECEIVES, TRANSFERS, Kind, Result, Schedule, carried_by, made_by
+from tests.support.row_counts import peak_live_chunks
 
 SEVERAL = [name for name in GENERATORS if name != "one_stage_overlap"]
 

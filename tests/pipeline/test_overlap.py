@@ -90,7 +90,7 @@ def test_halves_take_turns_where_they_wait() -> None:
             work.wait, wait = lambda: (log.append("wait"), wait()), work.wait
         return work
 
-    Overlap(start=link, log=log).run(model, moe.batches(0, 2))
+    Overlap(start=link, log=log.append).run(model, moe.batches(0, 2))
     assert words(log, 0) == "F# F. send F0> F. wait >F0 F. send F1> F. wait >F1 F."
     assert words(log, 1) == (
         "B. send B0> B. F# F. send F0> F. wait >B0 B. send B1> B. wait >F0 F. send F1> F. wait >B1 B. wait >F1 F."
@@ -102,7 +102,7 @@ def test_halves_take_turns_where_they_wait() -> None:
 def test_the_order_that_predictions_use_is_the_real_one(num_forward: int, num_backward: int) -> None:
     ahead, behind = moe.make(0, 1, num_layers=num_forward), moe.make(0, 1, num_layers=num_backward)
     log, made, batch = [], [], moe.batches(0, 1)[0]
-    overlap = Overlap(start=late, log=log)
+    overlap = Overlap(start=late, log=log.append)
     overlap.run_pair(lambda: made.append(behind(batch)), None)
     overlap.run_pair(lambda: ahead(batch), made[0].backward)
     real = [dataclasses.replace(event, pair=0) for event in log if event.pair == 1 and event.kind != "counts"]
@@ -113,7 +113,7 @@ def test_the_order_that_predictions_use_is_the_real_one(num_forward: int, num_ba
 def test_pairs_have_the_bits_of_their_halves_alone_and_hide_every_exchange(hides: bool) -> None:
     model, log = moe.make(0, 1, num_layers=3, hides=hides), []
     truth = step(model, alone)
-    assert different(step(model, in_pairs(Overlap(start=late, log=log))), truth) == []
+    assert different(step(model, in_pairs(Overlap(start=late, log=log.append))), truth) == []
     paired = [event for event in log if event.pair in (1, 2)]
     assert exposed(paired) == []
     assert sum(event.kind == "issue" for event in paired) == 2 * 2 * 2 * 3
@@ -125,7 +125,7 @@ def test_a_half_with_more_exchanges_goes_on_alone(num_forward: int, num_backward
     ahead, behind = moe.make(0, 1, num_layers=num_forward), moe.make(0, 1, num_layers=num_backward)
     batch = moe.batches(0, 1)[0]
     log: list[Event] = []
-    overlap = Overlap(start=late, log=log)
+    overlap = Overlap(start=late, log=log.append)
     torch.manual_seed(5)
     truth = moe.result(behind, alone(behind, [batch]))
     torch.manual_seed(5)
@@ -240,7 +240,7 @@ def test_plans_do_not_change_a_bit(memory: dict[str, Any], seed: int) -> None:
     model, log = moe.make(0, 1, num_layers=3, hides=seed == 1), []
     truth = step(model, alone)
     with lowtide.apply(model, memory, engine=VirtualEngine(seed=seed)) as tide:
-        overlap = Overlap(start=late, log=log)
+        overlap = Overlap(start=late, log=log.append)
         for _ in range(2):
             assert different(step(model, in_pairs(overlap)), truth) == []
         stats = tide.stats
@@ -329,7 +329,7 @@ class Fetching(VirtualEngine):
 def test_fetches_start_before_the_segment_that_needs_them() -> None:
     model, log = moe.make(0, 1, num_layers=3), []
     with lowtide.apply(model, {"swap": "all", "min_bytes": 0}, engine=Fetching(log)):
-        Overlap(start=late, log=log).run(model, moe.batches(0, 2))
+        Overlap(start=late, log=log.append).run(model, moe.batches(0, 2))
     fetched: dict[int, int] = {}
     handed_over = -1
     needed = []

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lowtide.pipeline.generators import GENERATORS, make_schedule
-from lowtide.pipeline.live_chunks import (
-    is_in_order,
-    paired_share,
-    peak_live_chunks,
-)
+from lowtide.pipeline.live_chunks import is_in_order
 from lowtide.pipeline.schedule import Schedule, from_csv
 from tests.support.receives import peak_receives
+from tests.support.row_counts import paired_share, peak_live_chunks
 
 
 def written(*rows: str) -> Schedule:

@@ -267,7 +267,7 @@ def test_the_ladder_and_a_comparison_show_codecs() -> None:
     assert head.split()[-2:] == ["codecs", "gap"]
     assert (" 20 µs " in first, " 20 µs " in second) == (True, False)
     assert "codecs" not in sweep_lines(tuple(rungs[1:]))[0]
-    (change,) = {(change.before, change.after) for change in plan_diff(plain, plan).changes}
+    (change,) = {(change["before"], change["after"]) for change in plan_diff(plain, plan)["changes"]}
     assert change == ("keep", "keep as bits")
 
 

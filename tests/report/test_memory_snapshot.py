@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import lowtide
@@ -23,7 +21,7 @@ from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
 from lowtide.report.elements import from_json, to_json
 from lowtide.report.played_step import OWNERS, Played, play
-from lowtide.report.write import _Room, snapshot, to_bytes
+from lowtide.report.write import snapshot, to_bytes
 from lowtide.timeline.hardware import load_hardware
 from lowtide.timeline.step import Link
 from tests.support.virtual_engine import virtual
@@ -169,23 +167,6 @@ def test_what_has_no_block_is_what_recipes_need() -> None:
 
 def test_a_step_keeps_its_blocks_in_a_file(step: Played) -> None:
     assert from_json(Played, to_json(step)) == step
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
-def test_no_two_blocks_share_a_byte(moves: list[tuple[bool, int]]) -> None:
-    room, taken = _Room(), []
-    for is_take, number in moves:
-        if is_take or not taken:
-            start = room.take(number)
-            assert all(start >= at + size or start + number <= at for at, size in taken)
-            assert start + number <= room.end
-            taken.append((start, number))
-        else:
-            room.give_back(*taken.pop(number % len(taken)))
-    for each in taken:
-        room.give_back(*each)
-    assert room._holes == ([(0, room.end)] if room.end else [])
 
 
 def test_a_plan_that_never_ran_and_a_model_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,8 +106,8 @@ def make_grid(
     cells = num_stages * num_chunks
     if cells > MOST_LAYERS:
         issues.refuse("pp_interleave_num", f"makes {cells} chunks on {num_stages} stages; the most is {MOST_LAYERS}")
-    offsets = _offsets(offset, num_stages, num_chunks, issues)
-    written = sum(sum(row) for row in offsets.written)
+    once, depth, full = _offsets(offset, num_stages, num_chunks, issues)
+    written = sum(map(sum, once))
     remainder = num_layers % cells
     if written != remainder:
         issues.refuse(
@@ -121,7 +121,7 @@ def make_grid(
         issues.refuse(
             "pp_interleave_num", f"must be 2 with zero_bubble_v, which has 2 chunks a stage, not {num_chunks}"
         )
-    rows = [list(row) for row in offsets.full]
+    rows = [list(row) for row in full]
     if zero_bubble_v:
         rows[1].reverse()
     sizes = tuple(tuple(average + extra for extra in row) for row in rows)
@@ -130,8 +130,7 @@ def make_grid(
     if total != num_layers:
         issues.tolerate(
             "offset",
-            f"is repeated for every {'chunk' if offsets.written_depth else 'stage'}, which makes {total} layers of "
-            f"{num_layers}",
+            f"is repeated for every {'chunk' if depth else 'stage'}, which makes {total} layers of {num_layers}",
             meaning="kept, because upstream does so; the last stages are shorter than they look",
             fix="write one number per stage, for several chunks as lists [chunk][stage]",
         )
@@ -142,27 +141,20 @@ def make_grid(
     return Grid(num_layers=num_layers, sizes=sizes, starts=tuple(starts), comes_back=zero_bubble_v)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Offsets:
-    written: Table
-    """As written, each number once: this is what has to add up."""
-    written_depth: int
-    full: Table
-
-
-def _offsets(offset: object, num_stages: int, num_chunks: int, issues: Issues) -> _Offsets:
+def _offsets(offset: object, num_stages: int, num_chunks: int, issues: Issues) -> tuple[Table, int, Table]:
+    """As written, each number once: this is what has to add up; how deep that is; and for each cell."""
     if isinstance(offset, int) and not isinstance(offset, bool):
-        return _Offsets(written=[[offset]], written_depth=0, full=[[offset] * num_stages] * num_chunks)
+        return [[offset]], 0, [[offset] * num_stages] * num_chunks
     if isinstance(offset, list | tuple) and offset and all(_is_int(item) for item in offset):
         if len(offset) != num_stages:
             issues.refuse("offset", f"has {len(offset)} numbers; write one for each of the {num_stages} stages")
-        return _Offsets(written=[list(offset)], written_depth=1, full=[list(offset) for _ in range(num_chunks)])
+        return [list(offset)], 1, [list(offset) for _ in range(num_chunks)]
     if isinstance(offset, list | tuple) and offset and all(isinstance(row, list | tuple) for row in offset):
         rows = [list(row) for row in offset]
         if len(rows) != num_chunks or any(len(row) != num_stages for row in rows):
             issues.refuse("offset", f"must have {num_chunks} rows (chunks) of {num_stages} numbers (stages)")
         if all(_is_int(item) for row in rows for item in row):
-            return _Offsets(written=rows, written_depth=2, full=rows)
+            return rows, 2, rows
     issues.refuse("offset", f"must be an integer, a list per stage, or lists [chunk][stage], not {offset!r}")
 
 

@@ -32,11 +32,79 @@ from lowtide.mindformers.schema.issues import Issues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Reads counts for one grid."""
+class _Reader:
+    """Reads what stands behind a key, for one grid."""
 
     grid: Grid
     issues: Issues
+
+    def patterns(self, value: Any, path: str, defaults: tuple[str, ...], *, by_index: bool) -> dict[str, Selection]:
+        if isinstance(value, Mapping):
+            for name in value:
+                if not isinstance(name, str):
+                    self.issues.refuse(path, f"must map op names to layers, but {name!r} is not a name")
+            named = {name: (below, join_path(path, name), False) for name, below in value.items()}
+        elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            if by_index and value:
+                example = f"{{{value[0]!r}: [0, 1]}}"
+                self.issues.refuse(path, f"must say for each op which layers while swap is on; write {example}")
+            named = {name: (True, join_path(path, index), False) for index, name in enumerate(value)}
+        else:
+            named = dict.fromkeys(defaults, (value, path, True))
+            if not by_index and len(defaults) > 1:
+                self.check_shared(value, path)
+            self.selection(value, path, by_index=by_index)  # refuses a wrong value even where there are no defaults
+        return {
+            name: self.selection(below, where, by_index=by_index, is_default=is_default, of_op=not is_default)
+            for name, (below, where, is_default) in named.items()
+        }
+
+    def selection(
+        self,
+        value: Any,
+        path: str,
+        *,
+        by_index: bool,
+        is_default: bool = False,
+        of_op: bool = False,
+    ) -> Selection:
+        if by_index:
+            shown: Any = self._indices(value, path, of_op=of_op)
+            return Selection(shown=shown, grid=None, path=path, is_default=is_default)
+        shown = self.table(value, path)
+        as_logged = as_logged_by_upstream(value, shown)
+        return Selection(shown=shown, grid=self.grid, path=path, is_default=is_default, as_logged=as_logged)
+
+    # ---- indices (swap is on)
+
+    def _indices(self, value: Any, path: str, *, of_op: bool) -> list[int] | bool:
+        every = f"[{', '.join(map(str, range(self.grid.num_layers)))}]" if self.grid.num_layers <= 8 else "[0, 1, ...]"
+        if isinstance(value, bool):
+            if of_op:
+                self.issues.tolerate(
+                    path,
+                    f"is {str(value).lower()}, which upstream does not take for one op while swap is on",
+                    meaning="every layer, as documented" if value else "no layer, as documented",
+                    fix=f"write {every}" if value else "remove it",
+                )
+            return value or []
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            forms = "true, false or a list of layer indices such as [0, 3]"
+            hint = f"; write {list(value)}" if isinstance(value, tuple) else ""
+            self.issues.refuse(path, f"must be {forms} while swap is on, not {value!r}{hint}")
+        if value and all(isinstance(item, bool) for item in value):
+            self.issues.tolerate(
+                path,
+                "is a list of true and false, which are read as the layer indices 1 and 0 while swap is on",
+                meaning="read so, as upstream does",
+                fix="write layer indices",
+            )
+        check_indices(value, path, self.grid.num_layers, self.issues)
+        if value:
+            self.issues.note(f"swap is on, so numbers are layer indices: {path} = {value}")
+        return list(value)
+
+    # ---- counts (swap is off)
 
     def table(self, value: Any, path: str) -> Table:
         """The table of a value in any form."""
@@ -360,78 +428,6 @@ def _flags(values: Mapping[str, Any], has_full: bool, issues: Issues) -> bool:
     if not values["mp_comm_recompute"]:
         issues.note(f"no effect: {ROOT}.mp_comm_recompute, because upstream does not apply it to these layers either")
     return slices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
-    grid: Grid
-    issues: Issues
-
-    def patterns(self, value: Any, path: str, defaults: tuple[str, ...], *, by_index: bool) -> dict[str, Selection]:
-        if isinstance(value, Mapping):
-            for name in value:
-                if not isinstance(name, str):
-                    self.issues.refuse(path, f"must map op names to layers, but {name!r} is not a name")
-            named = {name: (below, join_path(path, name), False) for name, below in value.items()}
-        elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            if by_index and value:
-                example = f"{{{value[0]!r}: [0, 1]}}"
-                self.issues.refuse(path, f"must say for each op which layers while swap is on; write {example}")
-            named = {name: (True, join_path(path, index), False) for index, name in enumerate(value)}
-        else:
-            named = dict.fromkeys(defaults, (value, path, True))
-            if not by_index and len(defaults) > 1:
-                Counts(grid=self.grid, issues=self.issues).check_shared(value, path)
-            self.selection(value, path, by_index=by_index)  # refuses a wrong value even where there are no defaults
-        return {
-            name: self.selection(below, where, by_index=by_index, is_default=is_default, of_op=not is_default)
-            for name, (below, where, is_default) in named.items()
-        }
-
-    def selection(
-        self,
-        value: Any,
-        path: str,
-        *,
-        by_index: bool,
-        is_default: bool = False,
-        of_op: bool = False,
-    ) -> Selection:
-        if by_index:
-            shown: Any = self._indices(value, path, of_op=of_op)
-            return Selection(shown=shown, grid=None, path=path, is_default=is_default)
-        shown = Counts(grid=self.grid, issues=self.issues).table(value, path)
-        as_logged = as_logged_by_upstream(value, shown)
-        return Selection(shown=shown, grid=self.grid, path=path, is_default=is_default, as_logged=as_logged)
-
-    # ---- indices (swap is on)
-
-    def _indices(self, value: Any, path: str, *, of_op: bool) -> list[int] | bool:
-        every = f"[{', '.join(map(str, range(self.grid.num_layers)))}]" if self.grid.num_layers <= 8 else "[0, 1, ...]"
-        if isinstance(value, bool):
-            if of_op:
-                self.issues.tolerate(
-                    path,
-                    f"is {str(value).lower()}, which upstream does not take for one op while swap is on",
-                    meaning="every layer, as documented" if value else "no layer, as documented",
-                    fix=f"write {every}" if value else "remove it",
-                )
-            return value or []
-        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-            forms = "true, false or a list of layer indices such as [0, 3]"
-            hint = f"; write {list(value)}" if isinstance(value, tuple) else ""
-            self.issues.refuse(path, f"must be {forms} while swap is on, not {value!r}{hint}")
-        if value and all(isinstance(item, bool) for item in value):
-            self.issues.tolerate(
-                path,
-                "is a list of true and false, which are read as the layer indices 1 and 0 while swap is on",
-                meaning="read so, as upstream does",
-                fix="write layer indices",
-            )
-        check_indices(value, path, self.grid.num_layers, self.issues)
-        if value:
-            self.issues.note(f"swap is on, so numbers are layer indices: {path} = {value}")
-        return list(value)
 
 
 def check_indices(indices: list[int], path: str, num_layers: int, issues: Issues) -> None:
