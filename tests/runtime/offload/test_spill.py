@@ -367,16 +367,16 @@ def test_bytes_are_counted_as_long_as_any_view_of_a_storage_is_saved(limit_bytes
     twin(x)[1].backward()
     with _apply(model, limit_bytes) as tide:
         first, second = model(x)
-        held_bytes = tide._ledger.now_bytes
+        held_bytes = tide.live_bytes
         assert limit_bytes == 0 or held_bytes >= SITE
         del first
         gc.collect()
-        assert tide._ledger.now_bytes == held_bytes
+        assert tide.live_bytes == held_bytes
         second.backward()
         del second
         gc.collect()
         tide.settle()
-        assert tide._ledger.now_bytes == 0
+        assert tide.live_bytes == 0
     assert zoo.same_bits(model.layer.weight.grad, twin.layer.weight.grad)
 
 
