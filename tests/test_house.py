@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_077,
-    "files": 257,
-    "classes": 546,
-    "files that one other file imports": 39,
-    "classes with more than 15 attributes": 23,
+    "lines": 60_040,
+    "files": 260,
+    "classes": 560,
+    "files that one other file imports": 40,
+    "classes with more than 15 attributes": 24,
     "class names that several classes have": 14,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,
