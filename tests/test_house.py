@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_358,
-    "files": 251,
-    "classes": 536,
-    "files that one other file imports": 37,
-    "classes with more than 15 attributes": 20,
+    "lines": 60_040,
+    "files": 260,
+    "classes": 560,
+    "files that one other file imports": 40,
+    "classes with more than 15 attributes": 24,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,

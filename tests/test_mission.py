@@ -53,8 +53,9 @@ RECOMPUTE = (
         "runtime/recompute/test_collectives::test_excluded_ones_are_kept"),
     Row("`parallel_optimizer_comm_recompute`", "works", "FSDP2's `reshard_after_forward` of recomputed layers",
         "mindformers/test_follow::test_flags_about_shards_say_where_they_have_no_effect"),
-    Row("`mp_comm_recompute`", "different", "read, without effect as in upstream's code, and a line says so",
-        "mindformers/schema/test_newer::test_what_has_no_effect_is_said"),
+    Row("`mp_comm_recompute`", "works", "functional collectives, DTensor's, and torch's own without FSDP2: results are "
+        "kept; with `compat` no effect, as in upstream's code",
+        "runtime/recompute/test_collectives::test_results_of_collectives_are_kept"),
     Row("`recompute_slice_activation`", "works", "each tensor-parallel rank keeps its share of a layer's input",
         "mindformers/test_sliced_inputs::test_half_of_each_input_is_kept_with_the_same_bits"),
     Row("`offset`, `pipeline_stage`, `pp_interleave_num`", "works", "the same grid, also on one device",
@@ -124,11 +125,12 @@ ADAPTIVE = (
         "test_longer_steps::test_the_budget_holds_in_every_step"),
     Row("out of memory is caught", "works", "`tide.step` takes the micro-batch back and runs it again",
         "runtime/session/test_retry_everywhere::test_out_of_memory_at_some_operators_changes_no_bit"),
-    Row("out of memory on several ranks", "in part", "the job ends with one message, and does not hang",
-        "runtime/session/test_retry_properties::test_ranks_do_not_run_again_alone"),
-    Row("`adapt_mem_func_wrapper`: `autograd.Function`s", "in part", "what goes through `save_for_backward` is planned "
-        "without a wrapper; what is kept on `ctx` stays, and is named",
-        "profiling/test_observe_step::test_what_a_function_hides_is_named"),
+    Row("out of memory on several ranks", "works", "`tide.step(closure, is_joint=True)`: all take the micro-batch "
+        "back; FSDP2, DDP, sends and receives: the job ends with one message",
+        "runtime/session/test_joint_steps::test_losses_are_those_without_the_error"),
+    Row("`adapt_mem_func_wrapper`: `autograd.Function`s", "works", "without a wrapper: `save_for_backward` is planned, "
+        "and what is kept on `ctx` goes where its layer runs again, resized outputs and graphs of its own, too",
+        "runtime/recompute/test_functions::test_bytes_left_are_those_of_a_reentrant_checkpoint"),
     Row("`--adaptive-recompute-device-size`", "works", "a budget in bytes",
         "test_budgets::test_random_budgets_are_kept"),
     Row("`--swap-attention`, `--swap-modules`", "works", "`swap: [layers.*.self_attn]`",

@@ -69,13 +69,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notes_about_ranks(resolution: Resolution) -> list[str]:
-    """What two flags will do to a model that several ranks share."""
+    """What three flags will do to a model that several ranks share."""
     notes = []
     if resolution.gathers_again is not None and any(layer.full_recompute for layer in resolution.layers):
         what = "gathered again in backward" if resolution.gathers_again else "kept whole from forward to backward"
         notes.append(f"parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is {what}")
     if resolution.slices_inputs:
         notes.append("recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers")
+    if resolution.keeps_collectives:
+        notes.append("mp_comm_recompute: what collectives give in recomputed layers is kept, and not exchanged again")
     return notes
 
 

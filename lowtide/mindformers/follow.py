@@ -273,17 +273,20 @@ class FilePlans:
     def _use(self, key: ShapeBucket) -> None:
         self._key, shape = key, self._table.use(key)
         try:
-            shape.tide = self._tides.use(shape.plan, shape.tide, equip=self._slice_inputs)
+            shape.tide = self._tides.use(shape.plan, shape.tide, equip=self._equip)
         except BaseException:
             self._key = None
             shape.retire()
             raise
         shape.tide.reset_stats()
 
-    def _slice_inputs(self, tide: Tide) -> None:
-        """Where the file asks for it. There is no guard: nothing happens that is not written."""
+    def _equip(self, tide: Tide) -> None:
+        """Inputs are sliced, and results of collectives kept, where the file asks for it. There is no guard: nothing
+        happens that is not written."""
         if self._tp_group is not None:
             tide.slice_inputs(Slices(self._tp_group, self._say_once))
+        if self.resolution.keeps_collectives:
+            tide.keep_collectives()
 
     def follow(self, output: Any, tide: Tide) -> None:
         """Nothing is measured."""

@@ -520,6 +520,26 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def finished_work() -> Any:
+    """What an operator of `torch.distributed` returns beside its tensors, of one that is over. No public way to make
+    one."""
+    future: Any = torch.futures.Future()
+    future.set_result(None)
+    return find("torch._C._distributed_c10d._create_work_from_future")(future).boxed()
+
+
+def ranks_of_group(args: Sequence[Any]) -> list[int]:
+    """The ranks of the process group that an operator of `torch.distributed` is given, among its arguments: the group
+    itself, or, last of all, its name. No public way from a name to a group."""
+    import torch.distributed as dist
+
+    if isinstance(args[-1], str):
+        resolve: Any = dist.distributed_c10d._resolve_process_group
+        return dist.get_process_group_ranks(resolve(args[-1]))
+    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+    return dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
+
+
 def lowest_of_ranks(value: torch.Tensor, group_name: str) -> torch.Tensor:
     """The lowest `value` on any rank of the process group that torch knows by `group_name`; collective.
 

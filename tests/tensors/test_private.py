@@ -783,6 +783,26 @@ def test_collectives_by_the_name_of_a_group() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_what_collectives_of_torch_are_given_and_give() -> None:
+    import torch.distributed._functional_collectives as functional
+
+    seen = []
+
+    class Sees(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if private.schema_of(func).name.partition("::")[2] in ("allreduce_", "all_reduce"):
+                seen.append(private.ranks_of_group(args))
+            if "allreduce_" in private.schema_of(func).name:
+                return args[0], private.finished_work()
+            return func(*args, **(kwargs or {}))
+
+    with Sees():
+        dist.all_reduce(torch.ones(2))
+        functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+    assert seen == [[0], [0]]
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_a_functional_collective_gives_out() -> None:
     import torch.distributed._functional_collectives as functional
 

@@ -126,6 +126,7 @@ class Sections:
             warnings=issues.warnings,
             notes=issues.notes,
             gathers_again=recompute.gathers_again,
+            keeps_collectives=recompute.keeps_collectives,
             slices_inputs=recompute.slices_inputs,
         )
 

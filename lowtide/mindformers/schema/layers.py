@@ -83,6 +83,8 @@ class Resolution:
     """What a prefetch distance counts: 'operators' of the backward pass, or 'layers'."""
     gathers_again: bool | None = None
     """Sharded parameters of recomputed layers are gathered again in backward; None: the file does not say."""
+    keeps_collectives: bool = False
+    """What collectives give in recomputed layers is kept, and they are not issued again."""
     slices_inputs: bool = False
     """Recomputed layers keep a slice of their inputs on each tensor-parallel rank."""
 

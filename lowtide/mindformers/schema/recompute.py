@@ -325,6 +325,8 @@ class Recompute:
     """`parallel_optimizer_comm_recompute`; None: not written."""
     slices_inputs: bool = False
     """`recompute_slice_activation`, where it has an effect."""
+    keeps_collectives: bool = False
+    """`mp_comm_recompute: false`, where it has an effect."""
 
     def normalized(self) -> dict[str, Any]:
         tables: dict[str, Any] = {"layer_recompute": self.full.shown}
@@ -353,7 +355,9 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
         by_key[key] = reader.patterns(values[key], f"{ROOT}.{key}", defaults, by_index=swap and not is_exclude)
         if is_exclude and values[key] and not by_key[key]:
             issues.note(f"no effect: {ROOT}.{key}, because it names no op; write the names of ops to keep")
-    slices_inputs = _flags(values, any(full.covers(layer) for layer in range(grid.num_layers)), issues)
+    slices_inputs, keeps_collectives = _flags(
+        values, any(full.covers(layer) for layer in range(grid.num_layers)), issues
+    )
     removed = [
         *_remove_excluded(by_key, "select_recompute", grid, issues),
         *_remove_excluded(by_key, "select_comm_recompute", grid, issues),
@@ -374,6 +378,7 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
         removed=tuple(removed),
         gathers_again=values[key] if is_written else None,
         slices_inputs=slices_inputs,
+        keeps_collectives=keeps_collectives,
     )
 
 
@@ -414,8 +419,10 @@ def unknown_key(key: str, keys: tuple[str, ...]) -> str:
     return f"is not a known key{did_you_mean(key, keys) or '; known keys: ' + ', '.join(keys)}"
 
 
-def _flags(values: Mapping[str, Any], has_full: bool, issues: Issues) -> bool:
-    """Notes about the flags; whether inputs of recomputed layers are sliced. `has_full`: there are such layers."""
+def _flags(values: Mapping[str, Any], has_full: bool, issues: Issues) -> tuple[bool, bool]:
+    """Notes about the flags; whether inputs of recomputed layers are sliced, and what their collectives give is kept.
+    `has_full`: there are such layers."""
+    keeps = not values["mp_comm_recompute"]
     slices = bool(values["recompute_slice_activation"])
     if not has_full:
         for key in ("recompute_slice_activation", "parallel_optimizer_comm_recompute"):
@@ -425,9 +432,11 @@ def _flags(values: Mapping[str, Any], has_full: bool, issues: Issues) -> bool:
     elif slices and issues.compat and values["recompute"] is not True:
         issues.note(f"no effect: {ROOT}.recompute_slice_activation, because upstream drops it unless recompute is true")
         slices = False
-    if not values["mp_comm_recompute"]:
-        issues.note(f"no effect: {ROOT}.mp_comm_recompute, because upstream does not apply it to these layers either")
-    return slices
+    if keeps and (not has_full or issues.compat):
+        why = "upstream does not apply it to these layers either" if has_full else "no layer is recomputed as a whole"
+        issues.note(f"no effect: {ROOT}.mp_comm_recompute, because {why}")
+        keeps = False
+    return slices, keeps
 
 
 def check_indices(indices: list[int], path: str, num_layers: int, issues: Issues) -> None:

@@ -46,6 +46,7 @@ from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
+from lowtide.runtime.session.together import JointStepError
 from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
 from lowtide.tensors.ranks import any_rank, has_company
 from lowtide.tensors.second_run import why_not_rerun
@@ -503,7 +504,7 @@ class Autopilot:
     def tighten(self, error: BaseException, num_tried: int) -> str | None:
         tide = self._tides.tide
         assert tide is not None
-        if isinstance(error, RecipeMismatchError | RecomputeRefusedError):
+        if isinstance(error, RecipeMismatchError | RecomputeRefusedError | JointStepError):
             return tide._tighten(error, num_tried)
         try:
             with self._tides.lock:

@@ -74,6 +74,8 @@ class PlanContext:
     """Operators that the plan's recipes contain; empty where it has no recipes."""
     guard: Guard | None = None
     """Watches live bytes; None without a limit."""
+    keeps_collectives: bool = False
+    """What collectives give in recomputed layers is kept, and they are not issued again."""
     slices: InputKeeper | None = None
     """Cuts the inputs of recomputed layers into slices; None: they are kept whole."""
     unplanned: dict[str, int] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class PlanContext:
         watch = self.watches.get(module)
         if watch is None:
             watch = self.watches[module] = Watch(module, self.model, self.draws, is_planned=self.nodes is not None)
+            watch.keeps_collectives = self.keeps_collectives
         return watch
 
 

@@ -2,10 +2,10 @@
 
 What a region does only once: a collective must not run again in backward. Ranks would exchange twice, and where the
 second routing differed by a bit they would wait for each other for ever. So its result is kept, and the second run
-takes it. While a region runs, its thread finds the region's `KeptResults` by `draw_once`.
+takes it. While a region runs, its thread finds the region's `KeptResults` by `draw_once`. Collectives that do not ask
+run twice, unless that is not wanted (`mp_comm_recompute: false`): then `Collectives` keeps what they give.
 
-Cost: the bytes of these results from forward to backward; they are in the ledger, and in `stats.kept_bytes`. Not
-covered: collectives that do not ask (whatever a block calls on `torch.distributed` itself): they run twice.
+Cost: the bytes of these results from forward to backward; they are in the ledger, and in `stats.kept_bytes`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.runtime.recompute.collectives import Collectives
 from lowtide.tensors.compiled import without_wrappers
 from lowtide.tensors.private import is_compiled_function, original_of_compiled, tree_flatten, tree_unflatten, version_of
 from lowtide.tensors.remembered import PLAIN
@@ -37,7 +38,18 @@ class Call:
     twice is one tensor in every run.
     """
 
-    __slots__ = ("_constants", "_names", "_places", "_specs", "_written", "forward", "module", "objects", "tensors")
+    __slots__ = (
+        "_constants",
+        "_names",
+        "_places",
+        "_specs",
+        "_written",
+        "flags",
+        "forward",
+        "module",
+        "objects",
+        "tensors",
+    )
 
     def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> None:
         self.module = module
@@ -72,6 +84,7 @@ class Call:
                 else:
                     self._constants.append(leaf)
                     self.objects.append(leaf)
+        self.flags = [tensor.requires_grad for tensor in self.tensors]
 
     def own_forward(self) -> Any:
         """The forward, if it is not the class's own."""
@@ -141,10 +154,12 @@ class KeptResults:
     """What one region got in its first run, in order. `keep` is told of each; `refusal_of` makes an error that names
     the region."""
 
-    __slots__ = ("_keep", "_kept", "_position", "_refusal_of")
+    __slots__ = ("_keep", "_kept", "_position", "_refusal_of", "collectives")
 
     def __init__(self, keep: Callable[[torch.Tensor], None], refusal_of: Callable[[str], RuntimeError]) -> None:
         self._keep = keep
+        self.collectives: Collectives | None = None
+        """What collectives gave that do not ask, where it is kept, too."""
         self._refusal_of = refusal_of
         self._kept: list[tuple[torch.Tensor, int]] = []
         self._position = 0
@@ -155,9 +170,15 @@ class KeptResults:
         self._position = 0
         token = _RUN.set((self, is_again))
         try:
-            yield
+            with self._kept_collectives(is_again):
+                yield
         finally:
             _RUN.reset(token)
+
+    def _kept_collectives(self, is_again: bool) -> contextlib.AbstractContextManager[None]:
+        if self.collectives is None:
+            return contextlib.nullcontext()
+        return self.collectives.taken() if is_again else self.collectives.noted()
 
     def note(self, result: torch.Tensor) -> None:
         """In the first run: the next result."""

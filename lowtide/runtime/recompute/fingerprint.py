@@ -171,6 +171,8 @@ class Fingerprints:
             if local.layout is torch.sparse_coo:
                 return hash((self.of(sparse_indices(local)), self.of(sparse_values(local))))
             return 0
+        if not local.untyped_storage().nbytes():
+            return 0  # of a Function that gives memory back by `resize_`, too
         if local.device.type == "cpu":
             layout = local.shape, local.stride(), local.dtype
             read = self._readers.get(layout)

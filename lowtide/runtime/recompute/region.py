@@ -40,7 +40,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -48,7 +48,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lowtide.runtime.offload.site import OffloadedStorage
 from lowtide.runtime.recompute.call import Call, KeptResults
+from lowtide.runtime.recompute.collectives import Collectives
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
+from lowtide.runtime.recompute.functions import FunctionRow, TakenOff, functions_of, taken_from, tensors_in
 from lowtide.runtime.recompute.saves import Dropped, DroppedTensor, FirstSaves, SecondSaves
 from lowtide.runtime.recompute.watch import Before, Watch
 from lowtide.runtime.saved.handle import Kept, Shared, Wrapped, is_checkpoint_hook
@@ -59,6 +61,7 @@ from lowtide.tensors.private import (
     current_graph_task_id,
     disable_current_modes,
     gradient_hooks,
+    next_sequence_number,
     num_compiled_graphs,
     top_saved_tensors_hooks,
     tree_leaves,
@@ -93,6 +96,14 @@ class _Constant:
         return self._tensor
 
 
+class _Made(NamedTuple):
+    """What a second run has made for one backward pass."""
+
+    saved: list[torch.Tensor | None]
+    on_functions: list[dict[str, Any]]
+    """Attributes, of each Function (functions.py)."""
+
+
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
@@ -101,7 +112,7 @@ class RegionRun:
     """One run of a region: first from the real inputs, later, in backward, from handles on them."""
 
     __slots__ = (
-        "_flags",
+        "_functions",
         "_graphs",
         "_has_run",
         "_made",
@@ -128,12 +139,18 @@ class RegionRun:
         self.has_changed_inputs = False
         self.fingerprints = fingerprints
         self.state = Before(watch, call, is_first=is_first)
+        if watch.keeps_collectives and not self.state.has_compiled:
+            refusal_of = functools.partial(_other_exchange, watch)
+            self.once.collectives = Collectives(
+                dropped.keep, fingerprints, self._check_collective, refusal_of, are_in_place=not watch.has_shards
+            )
         self._output: list[Print] | None = None
         """Fingerprints of what the first run gave, where the second one goes to its end."""
-        self._flags = [tensor.requires_grad for tensor in call.tensors]
         self._has_run = False
-        self._made: dict[Any, list[torch.Tensor | None]] = {}
-        """By backward pass: what its second run has saved, until it is read."""
+        self._made: dict[Any, _Made] = {}
+        """By backward pass: what its second run has saved and set on Functions, until it is read."""
+        self._functions: list[FunctionRow] = []
+        """What was taken off the `autograd.Function`s of the first run (functions.py)."""
         self._graphs: list[type] | None = None
         """The compiled graphs of the first run; None for a module without compiled parts."""
 
@@ -189,18 +206,48 @@ class RegionRun:
         self._has_run = True
         state, inputs = self.state, self.call.tensors
         stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
-        unpack = self._unpack(functools.partial(hooks[1], hooks[0](marker)))
+        run_again = functools.partial(hooks[1], hooks[0](marker))
+        unpack = self._unpack(run_again)
         lets_go = self.watch.weights is not None
         saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, lets_weights_go=lets_go)
+        start = next_sequence_number()
         with saves.hooked(unpack), self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
         if state.keep_path(saves.learned()):
             self._output = self._prints_of(output)
         self.dropped.prints = self.fingerprints.together(self.dropped.prints)
+        if state.looks_at_functions:
+            with disable_current_modes():
+                self._look_at_functions(_tensors_of(output), start, run_again)
         self.dropped.forward_done()
         if state.has_compiled:
             self._graphs = graphs_between(_tensors_of(output), stops)
         return output
+
+    def _look_at_functions(self, outputs: list[torch.Tensor], start: int, run_again: Callable[[], Any]) -> None:
+        """Take off the Functions of the first run what they keep on `ctx`."""
+        inputs = self.call.tensors
+        off = TakenOff(outputs, inputs, self.fingerprints)
+
+        def take(number: int) -> dict[str, Any]:
+            made = self._made_now(run_again).on_functions
+            values, made[number] = made[number], {}
+            if not values:
+                self._differs(CheckpointError("a Function runs twice in one backward pass"))
+            return values
+
+        for place, ctx in functions_of(outputs, start, [tensor.grad_fn for tensor in inputs]).items():
+            off.take(place, ctx, take, self._refuse_function)
+        self._functions = off.rows
+        self.state.known.has_functions |= bool(off.rows)
+        self.dropped.count_functions(off.gone, off.left)
+
+    def _refuse_function(self, why: str) -> Exception:
+        self.state.known.functions_stay = True
+        return self.watch.refusal_of(
+            f"lowtide: the recomputed {self.watch} cannot be run again: {why}. Gradients of this step are not right: "
+            "set them to zero before you go on. From the next step on its Functions keep what they have on ctx."
+        )
 
     def _unpack(self, run_again: Callable[[], Any]) -> Callable[[DroppedTensor], torch.Tensor]:
         """The unpack hook: it checks versions, and gives what the second run has made for this backward pass.
@@ -213,15 +260,15 @@ class RegionRun:
             made = made_in.get(current_graph_task_id())
             if made is None:
                 made = self._made_now(run_again)
-            tensor = made[saved.number]
+            tensor = made.saved[saved.number]
             if tensor is None:
                 self._differs(CheckpointError("a saved tensor is read twice in one backward pass"))
-            made[saved.number] = None
+            made.saved[saved.number] = None
             return tensor
 
         return unpack
 
-    def _made_now(self, run_again: Callable[[], Any]) -> list[torch.Tensor | None]:
+    def _made_now(self, run_again: Callable[[], Any]) -> _Made:
         """What the second run has saved for the backward pass that is running. Runs the region again, if need be."""
         backward = _current_backward()
         if backward not in self._made:
@@ -237,18 +284,27 @@ class RegionRun:
         compared with what the first run saved before anybody reads it."""
         tensors = self.open_inputs()
         dropped = self.dropped
-        to_the_end = self._graphs is not None or self._output is not None or dropped.path.is_filled_late
+        to_the_end = bool(self._graphs is not None or self._functions or self._output) or dropped.path.is_filled_late
         saves = SecondSaves(dropped, self.fingerprints, to_the_end=to_the_end)
-        with self.replayed(), saves.hooked():
-            output = self._make_compiled(tensors, self._graphs) if self._graphs is not None else self.call.make(tensors)
+        start = next_sequence_number()
+        with self.replayed():
+            with saves.hooked():
+                output = self._make_once(tensors)
+            # Before buffers are as they were.
+            on_functions = taken_from(_tensors_of(output), start, self._functions) if self._functions else []
+            prints = [self.fingerprints.of(tensor) for each in on_functions for tensor in tensors_in(each)]
         saves.compare_kinds()
         self._compare(list(dropped.prints.values()), saves.prints, self._refuse_saved)
         if self._output is not None:
             self._compare(self._output, self._prints_of(output), self._refuse_output)
+        self._compare([each for row in self._functions for each in row.prints], prints, self._refuse_on_function)
+        if self._functions or self._output is not None:
+            saves.refuse_emptied()
         # What nobody will read is not held.
-        self._made[_current_backward()] = [
+        needed = [
             tensor if found() is not None else None for tensor, found in zip(saves.made, dropped.saved, strict=False)
         ]
+        self._made[_current_backward()] = _Made(needed, on_functions)
         dropped.come_back()
 
     def _compare(self, then: list[Print], now: list[Print], refuse: Callable[[int], NoReturn]) -> None:
@@ -258,6 +314,12 @@ class RegionRun:
             is_urgent = any(gradient_hooks(parameter) for parameter in self.call.module.parameters())
             task = -1 if is_urgent else task
         self.fingerprints.check(then, now, task, refuse)
+
+    def _check_collective(self, then: Print, now: Print) -> None:
+        def refuse(_: int) -> NoReturn:
+            self._refuse_values("what one of its collectives had given was written into")
+
+        self._compare([then], [now], refuse)
 
     def _prints_of(self, output: Any) -> list[Print]:
         return [self.fingerprints.of(tensor) for tensor in _tensors_of(output)]
@@ -273,6 +335,10 @@ class RegionRun:
             f"{list(shape)}{made}"
         )
 
+    def _refuse_on_function(self, index: int) -> NoReturn:
+        kinds = [row.kind for row in self._functions for _ in row.prints]
+        self._refuse_values(f"the first tensor that differs is one that a {kinds[index]} keeps on ctx")
+
     def _refuse_output(self, index: int) -> NoReturn:
         self._refuse_values(f"what it saves is the same, but of what it gives, tensor {index + 1} differs")
 
@@ -282,6 +348,9 @@ class RegionRun:
             f"lowtide: the recomputed {self.watch} gave other values when it was run again for its backward pass: "
             f"{which}. {_CHANGED}"
         )
+
+    def _make_once(self, tensors: list[torch.Tensor]) -> Any:
+        return self.call.make(tensors) if self._graphs is None else self._make_compiled(tensors, self._graphs)
 
     def _make_compiled(self, tensors: list[torch.Tensor], graphs: list[type]) -> Any:
         """The second run of a module with compiled parts: to its end, because a compiled graph saves at its end."""
@@ -332,7 +401,7 @@ class RegionRun:
 
     def open_inputs(self) -> list[torch.Tensor]:
         """The inputs as they were, with the same need for gradients (else other tensors would be saved)."""
-        tensors = [self._open_input(i).detach().requires_grad_(flag) for i, flag in enumerate(self._flags)]
+        tensors = [self._open_input(i).detach().requires_grad_(flag) for i, flag in enumerate(self.call.flags)]
         # A copy: the second run writes into them too, and there may be a third.
         return [tensor.clone() for tensor in tensors] if self.has_changed_inputs else tensors
 

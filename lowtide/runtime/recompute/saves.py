@@ -55,6 +55,8 @@ class Path:
     origins: list[TensorOrigin] = field(default_factory=list)
     saved_inputs: set[int] = field(default_factory=set)
     """The inputs that plain autograd would save in the region. The others are needed only to run it again."""
+    function_roles: list[bool] = field(default_factory=list)
+    """Of the storages that `autograd.Function`s of the run keep on `ctx`: whether it does not save them, too."""
     is_filled_late: bool = False
     """Whether the last operator that saves something may fill it after saving it, as `rrelu` does."""
 
@@ -153,6 +155,15 @@ class Dropped:
         self.counters.kept_bytes += storage.nbytes()
         self.counters.retained_input_bytes += storage.nbytes()  # until the region saves it
         self._hold()
+
+    def count_functions(self, gone: dict[int, torch.UntypedStorage], left: dict[int, torch.UntypedStorage]) -> None:
+        """Storages that `autograd.Function`s of the run let go, and those that they keep, by key. What the run saves
+        itself is counted already."""
+        role = self.path.function_roles
+        if len(role) != len(gone):
+            role = self.path.function_roles = [key not in self._seen for key in gone]
+        self.nbytes += sum(storage.nbytes() for storage, counts in zip(gone.values(), role, strict=True) if counts)
+        self.counters.function_bytes += sum(storage.nbytes() for storage in left.values())
 
     def _hold(self) -> None:
         nbytes = self._kept_bytes + (self.nbytes if self.is_back else 0)
@@ -407,6 +418,12 @@ class SecondSaves:
         # A backward pass that begins inside of the first run needs only what that one has saved so far.
         if len(made) < num_saved or (len(made) > num_saved and self._dropped.note is None):
             raise CheckpointError(f"it saved {len(made)} tensors, and had saved {num_saved}")
+
+    def refuse_emptied(self) -> None:
+        """Raise CheckpointError for a tensor that backward will read, and whose memory was given back since."""
+        for found, tensor in zip(self._dropped.saved, self.made, strict=False):
+            if found() is not None and is_plain(tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
+                raise CheckpointError(f"it saved a tensor of shape {list(tensor.shape)}, and then emptied its storage")
 
     @property
     def prints(self) -> list[Print]:

@@ -98,6 +98,7 @@ class Watch:
         "draws",
         "has_shards",
         "is_planned",
+        "keeps_collectives",
         "marks",
         "model",
         "module",
@@ -110,6 +111,8 @@ class Watch:
     def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
         """`is_planned`: a solved plan runs it again, not a rule."""
         self.is_planned = is_planned
+        self.keeps_collectives = False
+        """What its collectives give is kept, and they are not issued again (collectives.py)."""
         self.refusal = ""
         """Why it could not be run again in some step, in words."""
         self.differs = False
@@ -213,11 +216,26 @@ class Marks:
 class Known:
     """What the runs of a module under some `training` flags have shown."""
 
-    __slots__ = ("is_settled", "moving", "num_learned", "num_paths", "path", "read", "records", "written")
+    __slots__ = (
+        "functions_stay",
+        "has_functions",
+        "is_settled",
+        "moving",
+        "num_learned",
+        "num_paths",
+        "path",
+        "read",
+        "records",
+        "written",
+    )
 
     def __init__(self) -> None:
         self.is_settled = False
         """A whole run brought nothing new."""
+        self.has_functions = False
+        """Some run had `autograd.Function`s that keep tensors on `ctx`."""
+        self.functions_stay = False
+        """What they keep is not taken off them."""
         self.num_learned = 0
         self.num_paths = 0
         self.path: Path | None = None
@@ -441,6 +459,13 @@ class Before:
     def has_compiled(self) -> bool:
         """Whether the module has compiled parts."""
         return self._tree.has_compiled
+
+    @property
+    def looks_at_functions(self) -> bool:
+        """Whether what `autograd.Function`s keep on `ctx` is to be taken off after the run (functions.py)."""
+        if self.has_compiled or self.known.functions_stay or is_forward_mode():
+            return False
+        return self.known.has_functions or self.flow is not None or self.is_whole
 
     def keep_path(self, path: Path | None) -> bool:
         """The run has followed or shown a path; None if it left the known one, or went off any. Returns whether its

@@ -31,6 +31,9 @@ class Stats:
     """Bytes sent to a slower tier."""
     recomputed_bytes: int
     """Bytes dropped, to be recomputed in the backward pass."""
+    function_bytes: int
+    """Bytes that `autograd.Function`s of recomputed modules keep on `ctx`, where lowtide cannot take them off. They are
+    not among the saved ones."""
     narrowed_bytes: int
     """Bytes that exact codecs made unnecessary: what was stored smaller, less the smaller forms, which are kept or
     swapped."""
@@ -163,6 +166,7 @@ class Counters:
     retained_input_bytes: int = 0
     copied_in_bytes: int = 0
     copied_out_bytes: int = 0
+    function_bytes: int = 0
     kept_bytes: int = 0
     narrowed_bytes: int = 0
     recomputed_bytes: int = 0

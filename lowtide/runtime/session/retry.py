@@ -14,7 +14,7 @@ would compute the same bits); in the second run that parameter lends autograd an
 So every `.grad` is what plain accumulation gives, because autograd's own accumulation made it. A gradient that did not
 exist before the micro-batch is simply dropped.
 
-Refused, with a note on the error that says why: several ranks (the others would wait in their collectives for ever),
+Refused, with a note on the error that says why: several ranks, unless all take each step so (together.py),
 parameters with post-accumulate-grad hooks (they have acted on a gradient already), a closure that wrote to parameters
 or wrote into gradients by itself.
 
@@ -43,6 +43,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from lowtide.errors import RecomputeRefusedError
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Counters
+from lowtide.runtime.session.together import JointStepError, Together
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import disable_current_modes, gradient_hooks, version_of
 from lowtide.tensors.snapshot import take
@@ -78,16 +79,68 @@ class Rollback:
         self._tighten = tighten
         self._describe_floor = describe_floor
         self._steady = WeakTensorKeyDictionary()
+        self._together: Together | None = None
+        """The ranks of the job, once a step was joint."""
         self.is_running = False
         """Inside `run`, which has the last word on an error."""
 
-    def run(self, closure: Callable[[], Any], *, is_local: bool) -> Any:
-        """What `closure()` returns. Raises what it raises; an out-of-memory error only when nothing helped."""
+    def run(self, closure: Callable[[], Any], *, is_local: bool, is_joint: bool = False) -> Any:
+        """What `closure()` returns. Raises what it raises; an out-of-memory error only when nothing helped. `is_joint`:
+        all ranks call this, and take the micro-batch back together (together.py)."""
         self.is_running = True
+        is_joint = is_joint and _num_ranks() > 1
+        if is_joint and self._together is None:
+            self._together = Together(self._model)
         try:
-            return self._run(closure, is_local=is_local)
+            return self._run_jointly(closure) if is_joint else self._run(closure, is_local=is_local)
         finally:
             self.is_running = False
+
+    def _run_jointly(self, closure: Callable[[], Any]) -> Any:
+        """The same on all ranks of the job."""
+        assert self._together is not None
+        tried: list[str] = []
+        with _Start(self._model, self._optimizer, self._counters(), self._steady) as start:
+            while True:
+                attempt = self._together.attempt()
+                try:
+                    with attempt:
+                        result = closure()
+                    break
+                except Exception as error:
+                    if not is_out_of_memory(error) and not (isinstance(error, JointStepError) and error.is_memory):
+                        raise
+                    failure = error
+                obstacles = attempt.exchange(attempt.obstacle() or start.obstacle() or "")
+                found = next((f"rank {rank}: {why}" for rank, why in enumerate(obstacles) if why), None)
+                if found is not None:
+                    failure.add_note(f"lowtide: this micro-batch was not run again: {found}")
+                    raise failure
+                place = self._let_go(failure)
+                start.go_back()
+                # By rules that depend on nothing but the plan, so that all ranks do the same.
+                can_try = len(tried) < MAX_ATTEMPTS - 1
+                alike = JointStepError(_first_line(failure), is_memory=True)
+                how = self._tighten(alike, len(tried)) if can_try else None
+                if len(answers := {*attempt.exchange(how or "")}) > 1:
+                    failure.add_note(f"lowtide: the ranks would go on with different plans ({'; '.join(answers)}).")
+                    raise failure
+                if how is None:
+                    failure.add_note(place)
+                    failure.add_note(self._last_words(tried, start.num_unfinished()))
+                    raise failure
+                tried.append(how)
+                counters = self._counters()
+                if counters is not None:
+                    counters.num_retries += 1
+                warnings.warn(
+                    f"lowtide: out of memory ({_first_line(failure)}); {how}, and the micro-batch is run again on all "
+                    "ranks.",
+                    stacklevel=4,
+                )
+                del failure
+            start.check_repeated()
+        return result
 
     def _run(self, closure: Callable[[], Any], *, is_local: bool) -> Any:
         tried: list[str] = []
@@ -171,12 +224,19 @@ def _can_be_given_up(error: BaseException) -> bool:
 
 
 def _no_second_run(is_local: bool) -> str | None:
-    if is_local or not (dist.is_available() and dist.is_initialized()):
+    num_ranks = _num_ranks()
+    if is_local or not num_ranks:
         return None
     return (
-        f"this process is one of {dist.get_world_size()} ranks, and a rank cannot repeat its collectives alone. End "
-        "all ranks and lower the budget; a closure without collectives may say so: tide.step(closure, is_local=True)."
+        f"this process is one of {num_ranks} ranks, and a rank cannot repeat its collectives alone. End all ranks and "
+        "lower the budget; a closure without collectives may say so: tide.step(closure, is_local=True), and ranks that "
+        "all take each step so repeat it together: tide.step(closure, is_joint=True)."
     )
+
+
+def _num_ranks() -> int:
+    """Of the job; 0 where it is none of several processes."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -249,17 +249,22 @@ class Tide:
         """Keep a slice of each recomputed layer's input on this tensor-parallel rank. Before the first forward pass."""
         self._context.slices = slices
 
-    def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
+    def keep_collectives(self) -> None:
+        """Keep what collectives give in recomputed layers (recompute/collectives.py). Before the first forward pass."""
+        self._context.keeps_collectives = True
+
+    def step(self, closure: Callable[[], Any], *, is_local: bool = False, is_joint: bool = False) -> Any:
         """What `closure()` returns: forward and backward of one micro-batch, which runs again if memory ran out.
 
         After an out-of-memory error everything that the micro-batch changed is put back, the plan is tightened (all
         swapped, then all layers recomputed), and the closure runs again, at most twice; gradients are those of a step
         that never failed. The closure must do the same each time: draw the batch outside of it, and leave `zero_grad`,
         clipping and the optimizer's step outside too. In a process group nothing is run again, because the other ranks
-        would wait for this one in their collectives, unless `is_local` says that the closure has none.
-        See runtime/session/retry.py.
+        would wait for this one in their collectives, unless `is_local` says that the closure has none, or `is_joint`
+        that all ranks take this step so, with the same collectives: then all run it again. See runtime/session/retry.py
+        and together.py.
         """
-        return closure() if self._is_removed else self._rollback.run(closure, is_local=is_local)
+        return closure() if self._is_removed else self._rollback.run(closure, is_local=is_local, is_joint=is_joint)
 
     def outlive(self, lease: object) -> None:
         """Hold `lease` for as long as any graph of this tide lives, also after `remove`."""
@@ -351,9 +356,10 @@ class Tide:
         self._forwards.take_off()
         self._plan, how = smaller
         self.audited_peak_bytes = None  # of another plan
-        guard, slices = self._context.guard, self._context.slices
+        before = self._context
         self._context = self._context_of(self._plan)
-        self._context.guard, self._context.slices = guard, slices
+        self._context.guard, self._context.slices = before.guard, before.slices
+        self._context.keeps_collectives = before.keeps_collectives
         self._forwards = PlannedForwards(self._plan, self._context, self.engine, self._unobserved, self)
         return how
 

@@ -277,13 +277,13 @@ class Tides:
         """Whether an audit is open now."""
         return self._audit is not None and self._audit.is_open
 
-    def step(self, closure: Callable[[], Any], *, is_local: bool = False) -> Any:
+    def step(self, closure: Callable[[], Any], *, is_local: bool = False, is_joint: bool = False) -> Any:
         """What `closure()` returns: one micro-batch, which runs again if memory ran out. See `Tide.step`.
 
         Where plans are made for a budget, one is first made for less; where there is none, and for other plans, the
         rules of `Tide.step` follow.
         """
-        return closure() if self._end is not None else self._rollback.run(closure, is_local=is_local)
+        return closure() if self._end is not None else self._rollback.run(closure, is_local=is_local, is_joint=is_joint)
 
     def remove(self) -> None:
         """Restore the model exactly, and bring the optimizer's state back. Idempotent.

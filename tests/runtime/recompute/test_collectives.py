@@ -405,6 +405,81 @@ def unique_storages(tensors: Any) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in parts}
 
 
+@pytest.mark.parametrize(
+    "how", [{}, {"sequence_dim": 1}, {"kind": "function"}, {"kind": "in place"}], ids=lambda how: str(how or "autograd")
+)
+def test_results_of_collectives_are_kept(ranks: Ranks, how: dict) -> None:
+    plain = ranks.run(train, recompute(recompute=False), how)
+    twice = ranks.run(train, recompute(recompute=True), how)
+    once = ranks.run(train, recompute(recompute=True, mp_comm_recompute=False), how)
+    for rank in range(2):
+        assert once[rank]["is_same"] and twice[rank]["is_same"]
+        assert once[rank]["divergences"] == 0
+        assert once[rank]["counts"] == plain[rank]["counts"]
+        assert sum(twice[rank]["counts"][0].values()) > sum(plain[rank]["counts"][0].values())
+        # Of each layer two results of gathers and two of scatters.
+        assert once[rank]["kept"] == twice[rank]["kept"] + 2 * NUM_LAYERS * (GATHERED + SHARE)
+
+
+def written(rank: int, where: str) -> str:
+    """Somebody writes to what an `all_reduce` gave: in its layer, or after it."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            total = functional.all_reduce(self.up(x).detach() * 2, "sum", dist.group.WORLD)
+            total = functional.wait_tensor(total)
+            held.append(total)
+            y = x * total.sigmoid()
+            return y + total.add_(1) if where == "inside" else y
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(WIDTH, WIDTH)
+            self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    def step(model: torch.nn.Module) -> list[torch.Tensor]:
+        held.clear()
+        loss = model(torch.ones(4, WIDTH))
+        if where == "outside":
+            held[0].mul_(2)
+        loss.backward()
+        found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+        return found
+
+    held: list[torch.Tensor] = []
+    torch.manual_seed(0)
+    model = Model()
+    truth = step(model) if where == "inside" else []
+    config = recompute(recompute=True, mp_comm_recompute=False)
+    with follow(model, sections_in(config), engine=virtual(7)):
+        try:
+            found = step(model)
+        except RuntimeError as error:
+            return str(error)
+        return str([torch.equal(a, b) for a, b in zip(found, truth, strict=True)])
+
+
+def test_a_result_that_is_written_to(ranks: Ranks) -> None:
+    assert set(ranks.run(written, "inside")) == {str([True] * 3)}
+    for refusal in ranks.run(written, "outside"):
+        assert refusal.startswith(
+            "lowtide: the recomputed 'layers.0' (Layer) cannot be run again: what its all_reduce had given was written "
+            "into. "
+        )
+
+
 def train_distributed(rank: int, plans: list[dict]) -> list[dict[str, Any]]:
     """Rules or files on a tensor-parallel model: bits, bytes and counts of each."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -446,15 +521,18 @@ def test_rules_on_distributed_tensors(ranks: Ranks) -> None:
         {"swap": ["*"], "min_bytes": 1},
         {"recompute": "all"},
         {"recompute": ["layers.0", "layers.*.mlp.act_fn"], "swap": ["layers.2"], "min_bytes": 1},
+        recompute(recompute=True, mp_comm_recompute=False),
     ]
-    for everything, layers, mixed in ranks.run(train_distributed, plans):
-        for found in (everything, layers, mixed):
+    for everything, layers, mixed, once in ranks.run(train_distributed, plans):
+        for found in (everything, layers, mixed, once):
             assert found["is_same"]
             assert found["divergences"] == 0
             assert found["saved"] == found["plain"]
         assert everything["swapped"] == everything["plain"]
         assert layers["recomputed"] > 0.8 * layers["plain"]
         assert layers["again"][GATHERS] == 2 * tensor_parallel_llama.NUM_LAYERS
+        assert once["again"] == {}
+        assert once["kept"] > layers["kept"]
         assert mixed["swapped"] > 0 and mixed["recomputed"] > 0
 
 

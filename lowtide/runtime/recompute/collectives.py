@@ -1,0 +1,159 @@
+"""What the collectives of a recomputed layer give is kept, and its second run does not issue them again.
+
+What: `mp_comm_recompute: false`. `Collectives` holds what one run of a layer got from the other ranks. Around the first
+run its mode notes the result of each collective; around the second run it gives that one in place of a new one.
+Covered: functional collectives, which DTensor and `torch.distributed.tensor.parallel` issue, and, where FSDP2 does not
+shard the model, `all_reduce`, `all_gather_into_tensor` and `reduce_scatter_tensor` of `torch.distributed`.
+
+A result that the layer writes into is not kept: its collective is issued again, on all ranks alike. One that somebody
+writes into later is refused by name; versions and fingerprints tell.
+
+Cost: the bytes of the results from forward to backward (in the ledger, and in `stats.kept_bytes`), and 2 us an operator
+of these layers, in both runs. Not covered: layers with compiled parts, and all other collectives: they are issued
+twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
+from lowtide.tensors.private import TorchDispatchMode, finished_work, storage_key, version_of
+from lowtide.tensors.wrappers import is_desugared
+
+_FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
+_IN_PLACE = ("allreduce_", "_allgather_base_", "_reduce_scatter_base_")
+_WAIT, _SEVERAL = "wait_tensor", _IN_PLACE[0]
+
+
+@functools.cache
+def _operators(*, are_in_place: bool) -> dict[int, str]:
+    """The collectives that are covered, by identity: torch's operators are asked for their hash in Python."""
+    found = {id(getattr(torch.ops._c10d_functional, name).default): name for name in (*_FUNCTIONAL, _WAIT)}
+    if are_in_place:
+        found |= {id(getattr(torch.ops.c10d, name).default): name for name in _IN_PLACE}
+    return found
+
+
+@dataclass(slots=True)
+class _Result:
+    """What one collective gave."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    print: Print | None = None
+    """None if it has not arrived by then."""
+    is_kept: bool = True
+
+
+class Collectives:
+    """What one run of a layer got from the other ranks, in order."""
+
+    __slots__ = ("_check", "_fingerprints", "_keep", "_operators", "_refusal_of", "results")
+
+    def __init__(
+        self,
+        keep: Callable[[torch.Tensor], None],
+        fingerprints: Fingerprints,
+        check: Callable[[Print, Print], None],
+        refusal_of: Callable[[str], RuntimeError],
+        *,
+        are_in_place: bool,
+    ) -> None:
+        """`keep` is told of each result; `check` compares two fingerprints; `refusal_of` makes an error that names the
+        layer; `are_in_place`: those of `torch.distributed` are covered."""
+        self._keep = keep
+        self._fingerprints = fingerprints
+        self._check = check
+        self._refusal_of = refusal_of
+        self._operators = _operators(are_in_place=are_in_place)
+        self.results: list[_Result] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around the first run."""
+        with _Mode(self._operators, self._note):
+            yield
+        for result in self.results:
+            out, then = result.tensor, result.print
+            is_written = version_of(out) != result.version
+            if result.name in _IN_PLACE or then is not None:
+                result.print = self._fingerprints.of(out)
+                is_written |= isinstance(then, int) and bool(result.print != then)
+            # An alias has the version of what the layer has, and no way to its graph.
+            result.tensor, result.is_kept = out.detach(), not is_written
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Around a later run."""
+        left = iter(self.results)
+        with _Mode(self._operators, functools.partial(self._take, left)):
+            yield
+
+    def _note(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
+        given = func(*args, **kwargs)
+        if name == _WAIT:
+            self._note_arrived(given)
+        else:
+            out = _filled(name, args, given)
+            self._keep(out)
+            self.results.append(_Result(name, out, version_of(out)))
+        return given
+
+    def _note_arrived(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor.untyped_storage())
+        for result in self.results:
+            if result.print is None and storage_key(result.tensor.untyped_storage()) == key:
+                result.print = self._fingerprints.of(result.tensor)
+
+    def _take(self, left: Iterator[_Result], name: str, func: Any, args: tuple, kwargs: dict) -> Any:
+        if name == _WAIT:
+            return func(*args, **kwargs)
+        result = next(left, None)
+        if result is None or result.name != name:
+            raise self._refusal_of(f"it issues {name} in its second run, where its first one did not")
+        if not result.is_kept:
+            return func(*args, **kwargs)
+        if version_of(result.tensor) != result.version:
+            raise self._refusal_of(f"what its {name} had given was written into")
+        if result.print is not None:
+            self._check(result.print, self._fingerprints.of(result.tensor))
+        if name not in _IN_PLACE:
+            return result.tensor.detach()
+        _filled(name, args, None).copy_(result.tensor)
+        return args[0], finished_work()
+
+
+def _filled(name: str, args: tuple, given: Any) -> torch.Tensor:
+    """The tensor that a collective has filled or given."""
+    if name not in _IN_PLACE:
+        return given
+    return args[0][0] if isinstance(args[0], list | tuple) else args[0]
+
+
+class _Mode(TorchDispatchMode):
+    """Has collectives go through a function, which gets their name, the operator and its arguments."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, operators: dict[int, str], through: Callable[..., Any]) -> None:
+        super().__init__()
+        self._operators = operators
+        self._through = through
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if types and is_desugared(types):
+            return NotImplemented
+        name = self._operators.get(id(func))
+        if name is None or (name == _SEVERAL and len(args[0]) > 1):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._through(name, func, args, kwargs or {})
