@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_077,
+    "lines": 59_189,
     "files": 257,
-    "classes": 546,
+    "classes": 547,
     "files that one other file imports": 39,
     "classes with more than 15 attributes": 23,
     "class names that several classes have": 14,
