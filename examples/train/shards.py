@@ -164,7 +164,7 @@ def _cut(run: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         fail(f"transformers has no plan (base_model_tp_plan) of what of {type(model).__name__} is cut; leave it out")
-    _check_heads(model, size, fail)
+    check_heads(model, size, fail)
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     parts = {**dict(model.named_modules()), **dict(model.named_parameters(remove_duplicate=False))}
     for pattern, style in plan.items():
@@ -175,7 +175,7 @@ def _cut(run: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
             if style not in _STYLES or isinstance(part, nn.Parameter):
                 fail(f"transformers cuts '{name}' as '{style}', which is not covered in this version; leave it out")
             if style in _BETWEEN:
-                _check_draws(model, name, fail)
+                check_draws(model, name, fail)
             width = _width(part, style)
             if width % size and style not in _OF_WORDS:
                 fail(f"'{name}' has {width} features, which do not divide by that; choose a divisor")
@@ -184,7 +184,7 @@ def _cut(run: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
                 parallelize_module(model, mesh, {name: _STYLES[style]()}, src_data_rank=None)
 
 
-def _check_draws(model: nn.Module, name: str, fail: Callable[[str], NoReturn]) -> None:
+def check_draws(model: nn.Module, name: str, fail: Callable[[str], NoReturn]) -> None:
     """Ranks that share products draw alike, so heads of different ranks would have the same masks."""
     block = model.get_submodule(name.rpartition(".")[0])
     for inner, module in block.named_modules() if block is not model else ():
@@ -203,7 +203,7 @@ def _width(module: nn.Module, style: str) -> int:
     return int(getattr(module, key))
 
 
-def _check_heads(model: Any, size: int, fail: Callable[[str], NoReturn]) -> None:
+def check_heads(model: Any, size: int, fail: Callable[[str], NoReturn]) -> None:
     config = model.config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
         num = getattr(config, key, None)

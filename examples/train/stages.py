@@ -7,7 +7,8 @@ stages of the run's schedule and leaves this rank those that are its own; the mo
 Every rank reads the same text; only the first and the last stage look at it.
 Beside `train.expert_parallel: E` there are E pipelines, which share the experts of each stage: rank r has place r // E
 in its pipeline, and the ranks with the same place have the same layers, and batches of their own. With
-`pipeline.overlap` the two halves of a pair hide each other's exchange of rows.
+`train.tensor_parallel: T`, T neighbours of them share products and the text (tensor.py). With `pipeline.overlap` the
+two halves of a pair hide each other's exchange of rows.
 A budget is planned for in the first step, by each rank for its own stages (pipeline/budget.py).
 Cost: the whole model in main memory while it is cut, on every rank.
 Not covered: data parallelism beside the pipeline, but for that of the experts.
@@ -27,6 +28,7 @@ import lowtide
 from examples.train.experts import named, split_for
 from examples.train.progress import PlanRecord
 from examples.train.ranks import Ranks
+from examples.train.tensor import check_tensor, cut_stages, ranks_of_a_stage
 from lowtide.cluster.layout import split_layers
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
@@ -53,11 +55,13 @@ from lowtide.timeline.hardware import load_hardware
 def check_stages(run: RunConfig, ranks: Ranks) -> None:
     """Raises `ConfigError`, on all ranks alike, for another number of ranks than the pipeline's."""
     assert run.pipeline is not None
-    stages, experts = run.pipeline.stages, run.train.expert_parallel
-    wanted = stages * experts
+    check_tensor(run)
+    stages, experts, tensor = run.pipeline.stages, run.train.expert_parallel, run.train.tensor_parallel
+    wanted = stages * ranks_of_a_stage(run)
     if ranks.num_ranks != wanted:
         are = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
         beside = f" and 'train.expert_parallel' {experts}" if experts > 1 else ""
+        beside += f" and 'train.tensor_parallel' {tensor}" if tensor > 1 else ""
         run.fail(
             "pipeline.stages",
             f"'pipeline.stages' is {stages}{beside}, but there {are}; start it with torchrun --nproc-per-node {wanted}",
@@ -73,8 +77,10 @@ class RankStages:
         schedule = make_schedule(settings.schedule, num_ranks=settings.stages, num_micro_batches=settings.micro_batches)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         """Of the whole model."""
-        num_pipelines = run.train.expert_parallel
-        if num_pipelines > 1:
+        num_pipelines = ranks_of_a_stage(run)
+        self.num_texts = num_pipelines // run.train.tensor_parallel
+        """How many pipelines read other text."""
+        if run.train.expert_parallel > 1:
             with named(run):
                 find_experts(model)
         self._num_layers = len(model.model.layers)
@@ -96,8 +102,10 @@ class RankStages:
         self.stages: dict[int, Any] = {stage: every[stage].to(device) for stage in own}
         self.experts = split_for(run, torch.nn.ModuleList(self.stages.values()), ranks)
         """None where each rank has all experts of its layers."""
+        self._parts = cut_stages(run, model, self.stages.values(), ranks)
+        self._ranks = ranks
         self._together: Any = dist.group.WORLD if num_pipelines > 1 else None
-        """All ranks, where they share experts."""
+        """All ranks, where there are several pipelines."""
         self._group: Any = None
         if num_pipelines > 1:
             # Every rank makes every group, in the same order, as torch wants it.
@@ -132,7 +140,8 @@ class RankStages:
             self._tides = [
                 lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
             ]
-        loss = loss_function(may_slice=may_slice) if self.has_loss else None
+        make_loss = loss_function if self._parts is None else self._parts.loss_function
+        loss = make_loss(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 
@@ -176,7 +185,8 @@ class RankStages:
         assert self._pipeline is not None
         drawn = (next_batch() for _ in range(self._schedule.num_micro_batches))
         batches = [tokens.to(self._device) for tokens in drawn if self.has_loss or 0 in self.stages]
-        given = batches if 0 in self.stages else None, batches if self.has_loss else None
+        inputs = batches if self._parts is None else [self._parts.own_part(tokens) for tokens in batches]
+        given = inputs if 0 in self.stages else None, batches if self.has_loss else None
         memory = self._run.memory
         if memory is not None and memory.has_budget and self._plans is None:
             own = dataclasses.replace(memory, loss="plain")
@@ -187,14 +197,32 @@ class RankStages:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for loss in losses:
             total += loss
-        if self.experts is not None:
+        if self._parts is not None:
+            own = () if self.experts is None else self.experts.split.own_parameters()
+            self._parts.average_gradients(self._parameters(), set(own))
+        elif self.experts is not None:
             self.experts.average_gradients()
         return float(total) / self._schedule.num_micro_batches
 
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return list(torch.nn.ModuleList(self.stages.values()).parameters())
+
     def gradient_norm(self) -> torch.Tensor:
-        """Of all stages, as one rank computes it. Collective."""
+        """Of all stages, as one rank computes it; of several pipelines up to rounding. Collective."""
         assert self._pipeline is not None
-        return self._pipeline.gradient_norm()
+        if self._group is None:
+            return self._pipeline.gradient_norm()
+        own = set() if self.experts is None else set(self.experts.split.own_parameters())
+        elsewhere = self._pipeline.tied.counted_elsewhere()
+        num_pipelines = self._ranks.num_ranks // self._schedule.num_ranks
+        total = 0.0
+        for parameter in self._parameters():
+            if parameter.grad is None or parameter in elsewhere:
+                continue
+            is_cut = self._parts is not None and parameter in self._parts.cut
+            num_holders = 1 if parameter in own else self.num_texts if is_cut else num_pipelines
+            total += float(torch.nn.utils.get_total_norm([parameter.grad])) ** 2 / num_holders
+        return torch.tensor(self._ranks.sum([total])[0], device=self._device).sqrt()
 
     def plan_record(self, pass_seconds: float) -> PlanRecord | None:
         """Of this rank's plans; None without a budget. `pass_seconds`: what all micro-batches took, waits and all."""

@@ -35,6 +35,7 @@ from examples.train.progress import PlanRecord, StepRecord, resident_bytes
 from examples.train.ranks import Ranks, StopRequest, TrainingError
 from examples.train.shards import check_shards, shard_for, whole_of
 from examples.train.stages import RankStages, check_stages
+from examples.train.tensor import ranks_of_a_stage
 from lowtide.cli.run_model import build_model
 from lowtide.cli.run_step import make_optimizer
 from lowtide.config.run import RunConfig, TrainConfig
@@ -134,8 +135,11 @@ class Trainer:
             ranks += f", stages of {', '.join(map(str, self.stages.layer_counts))} layers"
         if self.experts is not None:
             num_ranks = self.experts.split.num_ranks
-            num_parameters += (num_ranks - 1) * sum(p.numel() for p in self.experts.split.own_parameters())
+            if self.stages is None:
+                num_parameters += (num_ranks - 1) * sum(p.numel() for p in self.experts.split.own_parameters())
             ranks += f", experts split over {num_ranks}"
+        if self.run.train.tensor_parallel > 1:
+            ranks += f", products over {self.run.train.tensor_parallel}"
         return (
             f"{num_parameters:,} parameters, {len(self.corpus.text):,} bytes of text "
             f"(sha256 {self.corpus.sha256[:12]}), {self.tokens_per_step:,} tokens per step, {self.device}{ranks}"
@@ -146,7 +150,7 @@ class Trainer:
         """Of all ranks."""
         settings = self.run.train
         if self.run.pipeline is not None:
-            num_micro_batches = self.run.pipeline.micro_batches * settings.expert_parallel
+            num_micro_batches = self.run.pipeline.micro_batches * self.num_readers
         else:
             num_micro_batches = settings.grad_accumulation * self.num_readers
         return settings.batch_size * num_micro_batches * self.run.data.sequence_length
@@ -298,12 +302,12 @@ class Trainer:
         flags = [float(stop.asked is number) for number in (signal.SIGTERM, signal.SIGINT)]
         total, num_terminated, num_interrupted = self.ranks.sum([loss, *flags])
         asked = signal.SIGTERM if num_terminated else signal.SIGINT if num_interrupted else None
-        return total / (self.ranks.num_ranks if self.stages is None else self.run.train.expert_parallel), asked
+        return total / (self.ranks.num_ranks if self.stages is None else self.num_readers), asked
 
     def _clip(self) -> float:
         """Scales the gradients down to `clip_grad_norm`; their norm before that."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        if self.stages is not None and self.experts is None:
+        if self.stages is not None:
             norm = self.stages.gradient_norm()
         elif self.experts is not None:
             norm = self.experts.split.gradient_norm()
@@ -311,9 +315,6 @@ class Trainer:
             norm = self.shards.gradient_norm(parameters, self.ranks)
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.stages is not None and self.experts is not None:  # each rank has the gradients of its own layers
-            squares = self.ranks.sum([float(norm) ** 2])[0] / self.run.train.expert_parallel  # which all have the same
-            norm = torch.tensor(math.sqrt(squares), dtype=norm.dtype, device=self.device)
         if self.run.train.clip_grad_norm is not None:
             # Shards over different ranks cannot be in one call.
             how: Any = {} if self.shards is None else {"foreach": False}
@@ -360,8 +361,9 @@ def settings_of(run: RunConfig) -> dict[str, object]:
         keys.append("optimizer")
     if run.model.lora is not None:
         found["model.lora"] = run.model.lora
-    if run.train.expert_parallel > 1:
-        keys.append("expert_parallel")  # checkpoints of versions that did not know it are as those with 1
+    for key in ("expert_parallel", "tensor_parallel"):
+        if getattr(run.train, key) > 1:
+            keys.append(key)  # checkpoints of versions that did not know it are as those with 1
     if run.pipeline is not None:  # a rank's checkpoint has the stages of that rank
         found |= {f"pipeline.{key}": getattr(run.pipeline, key) for key in ("schedule", "stages", "micro_batches")}
     return found | {f"train.{key}": getattr(run.train, key) for key in keys}
@@ -381,7 +383,8 @@ def _reader(run: RunConfig, ranks: Ranks) -> tuple[int, int]:
     """Which of how many readers of the text this rank is: ranks of one pipeline, and ranks that share products, are
     one."""
     if run.pipeline is not None:
-        return ranks.rank % run.train.expert_parallel, run.train.expert_parallel
+        beside, size = ranks_of_a_stage(run), run.train.tensor_parallel
+        return ranks.rank % beside // size, beside // size
     size = run.parallel.tensor or 1 if run.parallel is not None and run.is_sharded else 1
     return ranks.rank // size, ranks.num_ranks // size
 

@@ -78,7 +78,12 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     if sections is not None:
         _check_beside_sections(file)
     if file.pipeline is not None:
-        _check_pipeline(file, file.pipeline, has_sections=sections is not None)
+        _check_pipeline(file, file.pipeline)
+    elif file.train.tensor_parallel > 1:
+        raise ConfigError(
+            f"{file.places.of('train.tensor_parallel')}: 'train.tensor_parallel' is for the stages of a section "
+            "'pipeline'; without one write parallel: {shard: fsdp2, tensor: ...}"
+        )
     if file.parallel is not None and file.parallel.shard is not None:
         _check_shard(file)
     if file.memory is not None:
@@ -152,7 +157,7 @@ def _check_shard(file: _RunFile) -> None:
         raise ConfigError(f"{where}: 'parallel.shard' cannot stand beside '{key}' yet; take one of them out")
 
 
-def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: bool) -> None:
+def _check_pipeline(file: _RunFile, pipeline: PipelineConfig) -> None:
     """The schedule exists for these numbers, and nothing stands beside it that only whole models have."""
 
     def fail(key: str, message: str) -> NoReturn:
@@ -178,11 +183,6 @@ def _check_pipeline(file: _RunFile, pipeline: PipelineConfig, *, has_sections: b
     memory = file.memory
     if memory is not None and memory.has_budget:
         _check_budget_of_stages(memory, fail)
-    if has_sections and (pipeline.overlap or file.train.expert_parallel > 1):
-        key = "pipeline.overlap" if pipeline.overlap else "train.expert_parallel"
-        fail(
-            key, f"'{key}' cannot stand beside 'pipeline' and recompute_config or swap_config; use the section 'memory'"
-        )
 
 
 def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoReturn]) -> None:

@@ -38,6 +38,7 @@ _MOST = {
     "batch_size": 2**20,
     "grad_accumulation": 2**20,
     "expert_parallel": 2**20,
+    "tensor_parallel": 2**20,
     "stages": 4096,
     "micro_batches": 65536,
     "warmup_steps": 10**15,
@@ -92,6 +93,8 @@ class TrainConfig:
     grad_accumulation: int = 1
     expert_parallel: int = 1
     """Ranks that share the experts of an MoE model; 1: each has all of them."""
+    tensor_parallel: int = 1
+    """Ranks that share each product of a layer, and the sequence between them. Only beside a section `pipeline`."""
     optimizer: OptimizerKind = "adamw"
     """`sgd` with momentum 0.9."""
     learning_rate: float = 1e-3
@@ -132,6 +135,7 @@ class TrainConfig:
             "batch_size",
             "grad_accumulation",
             "expert_parallel",
+            "tensor_parallel",
             "log_every",
             "checkpoint_every",
             "threads",

@@ -9,9 +9,9 @@ Pairs whose halves take turns need room for two chunks that are computed at once
 Why it is safe: plans move and recompute, which changes no bit.
 Cost: one step of one micro-batch through all stages, with experts on several ranks a forward of all others, and a
 second or a few for the solver.
-Not covered: weight gradients that are put off, and pairs that are carried out in another way than `Overlap` does
-(refused by name); a micro-batch that is larger than the one observed, or to whose experts come more rows than were
-planned for: the guard spills what is more; the fragments of a device's allocator.
+Not covered: pairs that are carried out in another way than `Overlap` does (refused by name); a micro-batch that is
+larger than the one observed, or to whose experts come more rows than were planned for: the guard spills what is more;
+the fragments of a device's allocator.
 """
 
 from __future__ import annotations
@@ -197,11 +197,6 @@ def _checked(
 
 
 def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
-    if pipeline.weight_gradients is not None:
-        raise ConfigError(
-            "pipeline: a budget cannot be planned for weight gradients that are put off: what they keep from I to W is "
-            "not observed; leave weight_gradients out"
-        )
     if pipeline.run_pair is not one_after_the_other:
         overlap = _overlap_of(pipeline)
         if overlap is None:
@@ -254,7 +249,8 @@ def _overlap_of(pipeline: Pipeline) -> Overlap | None:
 
 def _moments_of(pipeline: Pipeline) -> tuple[Moment, ...]:
     takes_turns = pipeline.run_pair is not one_after_the_other
-    return live_chunks_of(pipeline.schedule, pipeline.rank, pairs_at_once=takes_turns)
+    puts_off = pipeline.weight_gradients is not None
+    return live_chunks_of(pipeline.schedule, pipeline.rank, pairs_at_once=takes_turns, puts_off=puts_off)
 
 
 def _by_rules(chunk: StageChunk, config: MemoryConfig) -> StageChunk:

@@ -4,12 +4,12 @@ What: `live_mixes` counts the chunks of each stage along a row. `live_chunks_of`
 one action that computes, or the two of a pair; it says which other chunks of the rank are alive meanwhile, and which
 messages its memory may hold. Moments that hold less than another are left out, so a few remain whatever the number of
 micro-batches.
-A chunk is alive from its forward to the end of the backward that reads its activations: B, or W of a backward that is
-split (in a moment: I, since nothing is put off where a budget is planned).
+A chunk is alive from its forward to the end of the backward that reads its activations: B, or I of a backward that is
+split (in `live_mixes`: W). What it keeps from I to W counts as a message that waits for W.
 A message that was asked for is counted until it is read. One that was sent is counted until this rank knows that its
 reader has begun: by a message that came back, through however many ranks. So the count holds for any speed of any rank,
 as the executor then waits until the thread that sends has let go of it (`read_by_then`).
-Cost: actions times ranks. Not covered: what a chunk keeps from I to W.
+Cost: actions times ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowtide.pipeline.schedule import (
 HEAD_BYTES = 1024
 """Of a message, beside its tensors."""
 MessageKind = tuple[Kind, int]
-"""FORWARD: the output of this stage. BACKWARD: the gradient of its input."""
+"""FORWARD: the output of this stage. BACKWARD: the gradient of its input. BACKWARD_WEIGHT: what it keeps until W."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Moment:
     """One or two chunks are computed, and the rest is held."""
 
     running: tuple[tuple[int, bool], ...]
-    """(stage, whether it is the forward)."""
+    """(stage, whether it is the forward). None of them: weight gradients that were put off."""
     live: tuple[tuple[int, int], ...]
     """(stage, number of its other chunks that are alive), of every stage of the rank."""
     messages: tuple[tuple[MessageKind, int], ...]
@@ -65,11 +65,11 @@ def _covers(one: dict, other: dict) -> bool:
     return all(one.get(key, 0) >= number for key, number in other.items())
 
 
-def live_chunks_of(schedule: Schedule, rank: int, *, pairs_at_once: bool) -> tuple[Moment, ...]:
+def live_chunks_of(schedule: Schedule, rank: int, *, pairs_at_once: bool, puts_off: bool = False) -> tuple[Moment, ...]:
     """Of a schedule with its transfers, which has passed `verify`. `pairs_at_once`: the halves of a pair take turns;
-    else the forward is over when the backward begins."""
+    else the forward is over when the backward begins. `puts_off`: W has something to do."""
     found: list[Moment] = []
-    for moment in _walk(schedule, rank, _known_positions(schedule, rank), pairs_at_once):
+    for moment in _walk(schedule, rank, _known_positions(schedule, rank), pairs_at_once, puts_off):
         if not any(other.holds_as_much_as(moment) for other in found):
             found = [other for other in found if not moment.holds_as_much_as(other)]
             found.append(moment)
@@ -92,15 +92,18 @@ def read_by_then(schedule: Schedule, rank: int) -> tuple[frozenset[Result], ...]
     return tuple(found)
 
 
-def _walk(schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_once: bool) -> Iterator[Moment]:
+def _walk(
+    schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_once: bool, puts_off: bool
+) -> Iterator[Moment]:
     place = _reader_positions(schedule)
     live: Counter[int] = Counter(dict.fromkeys(schedule.stages_of(rank), 0))
     waiting: set[Result] = set()
     """Asked for, or made here for this very rank, and not read yet."""
     sent: set[Result] = set()
+    put_off: Counter[tuple[Kind, int]] = Counter()
 
     def moment(running: tuple[Action, ...]) -> Moment:
-        counts = Counter((result.kind, result.stage) for result in (*waiting, *sent))
+        counts = put_off + Counter((result.kind, result.stage) for result in (*waiting, *sent))
         return Moment(
             tuple((action.stage, action.kind is Kind.FORWARD) for action in running),
             tuple(sorted(live.items())),
@@ -115,6 +118,8 @@ def _walk(schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_o
     def end(action: Action) -> None:
         if action.kind is Kind.FORWARD:
             live[action.stage] += 1
+        if puts_off and action.kind is Kind.BACKWARD_INPUT:
+            put_off[Kind.BACKWARD_WEIGHT, action.stage] += 1
         result = made_by(action)
         reader = None if result is None else schedule.reader(result)
         if result is not None and reader is not None:
@@ -124,6 +129,9 @@ def _walk(schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_o
         sent = {result for result in sent if known[position].get(place[result][0], -1) < place[result][1]}
         parts = [part for part in every.parts if part.kind not in TRANSFERS and part.kind is not Kind.BACKWARD_WEIGHT]
         waiting.update(carried_by(part) for part in every.parts if part.kind in RECEIVES)
+        if puts_off and every.parts[0].kind is Kind.BACKWARD_WEIGHT:
+            yield moment(())
+            put_off[Kind.BACKWARD_WEIGHT, every.parts[0].stage] -= 1
         if isinstance(every, Pair) and not pairs_at_once:
             # What the second half reads is there before the first one begins.
             for part in parts:

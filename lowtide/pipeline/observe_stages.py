@@ -14,6 +14,7 @@ see.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
@@ -33,7 +35,7 @@ from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
 from lowtide.pipeline.stage_call import Tensors, as_tuple
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
-from lowtide.pipeline.weight_gradients import weights_behind
+from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.profiling.observe_call import observe_call
 from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.step_record import OUTSIDE
@@ -74,8 +76,18 @@ def observe_stages(
             is_last = stage == pipeline.schedule.num_stages - 1
             target = targets[number] if is_last and targets is not None else None
             output = _Output()
-            profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
+            later = _KeptUntilW()
+            with later if _is_split(pipeline, stage) else contextlib.nullcontext():
+                profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
+            if later.kept and exchanges:
+                raise ConfigError(
+                    f"pipeline: stage {stage} puts weight gradients off and exchanges rows, and a budget cannot be "
+                    "planned for both; leave weight_gradients out, or write rules: recompute, swap, keep"
+                )
+            profile, put_off_bytes, product_bytes = later.within(profile)
             found[stage] = StageChunk(
+                put_off_bytes=put_off_bytes,
+                product_bytes=product_bytes,
                 profile=profile if is_steady and not exchanges else profile.without_sizes(),
                 exchanges=exchanges,
                 input_bytes=_bytes_of(args) if stage else 0,
@@ -256,6 +268,66 @@ def _bytes_of(tree: Any, *, with_gradient: bool = False) -> int:
     if with_gradient:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.requires_grad)
     return unique_bytes(tensors)
+
+
+# -- what it puts off --------------------------------------------------------------------------------------------------
+
+
+def _is_split(pipeline: Pipeline, stage: int) -> bool:
+    """Whether weight gradients of this stage are put off."""
+    row = pipeline.schedule.actions[pipeline.rank]
+    has_w = any(part.kind is Kind.BACKWARD_WEIGHT and part.stage == stage for each in row for part in each.parts)
+    return pipeline.weight_gradients is not None and has_w
+
+
+class _KeptUntilW(contextlib.ExitStack):
+    """What a stage would keep from I to W, of a whole step that is observed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[int, int]] = []
+        """Of each weight gradient: the operator from which on, and how many bytes more."""
+        self._inputs: list[tuple[StorageWeakRef, int]] = []
+        """Storages, and their bytes."""
+        self._counted: set[int] = set()
+        self._products: list[int] = []
+        self._recorder: StepRecorder | None = None
+
+    def __enter__(self) -> _KeptUntilW:
+        self.enter_context(WeightGradients().watched(self))
+        return self
+
+    def number_of(self, x: torch.Tensor) -> int:
+        """The same for inputs of one storage."""
+        storage = x.untyped_storage()
+        weak = StorageWeakRef(storage)
+        for number, (other, _) in enumerate(self._inputs):
+            if other == weak and not other.expired():
+                return number
+        self._inputs.append((weak, storage.nbytes()))
+        return len(self._inputs) - 1
+
+    def made(self, number: int, of_output: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A weight's gradient, of the input with this number and the output's gradient, which W would make."""
+        recorder = next((mode for mode in dispatch_modes() if isinstance(mode, StepRecorder)), None)
+        if recorder is not self._recorder:  # a step that is observed once more
+            self._recorder = recorder
+            self.kept.clear()
+            self._counted.clear()
+            self._products.clear()
+        nbytes = of_output.untyped_storage().nbytes() + (0 if number in self._counted else self._inputs[number][1])
+        self._counted.add(number)
+        self.kept.append((0 if recorder is None else recorder.num_ops, nbytes))
+        self._products.append(gradient.nbytes)
+
+    def within(self, profile: Profile) -> tuple[Profile, int, int]:
+        """The same step, in which it stays; its bytes in the end; and those of the largest gradient."""
+        op_bytes = list(profile.op_bytes)
+        for first, nbytes in self.kept:
+            for op in range(first, len(op_bytes)):
+                op_bytes[op] += nbytes
+        total = sum(nbytes for _, nbytes in self.kept)
+        return dataclasses.replace(profile, op_bytes=tuple(op_bytes)), total, max(self._products, default=0)
 
 
 # -- its exchanges -----------------------------------------------------------------------------------------------------

@@ -75,6 +75,10 @@ class StageChunk:
     output_gradient_bytes: int
     exchanges: tuple[Exchange, ...] = ()
     """Of rows with other ranks, in order."""
+    put_off_bytes: int = 0
+    """What it keeps from I to W."""
+    product_bytes: int = 0
+    """What W needs beside it."""
 
     @property
     def halves(self) -> tuple[Half, Half]:
@@ -194,6 +198,8 @@ class _Search:
                 plans[stage] = self._plan(stage, limits, budget_bytes)
         except BudgetError:
             return None
+        if max(self._weights_bytes(limits), default=0) > budget_bytes:
+            return None
         return RankPlan(
             plans=plans,
             held_bytes={stage: limits[stage] + self.task.chunks[stage].input_bytes for stage in plans},
@@ -218,9 +224,9 @@ class _Search:
         forward, backward = self.task.chunks[stage].halves
         for moment in self.task.moments:
             rest = self._rest_bytes(moment, limits)
-            if len(moment.running) == 1:
+            if len(moment.running) < 2:
                 for half, is_forward in ((forward, True), (backward, False)):
-                    if moment.running[0] == (stage, is_forward):
+                    if moment.running == ((stage, is_forward),):
                         found[half.first : half.end] = np.maximum(found[half.first : half.end], rest)
                 continue
             (ahead, _), (behind, _) = pair = sorted(moment.running, key=lambda each: not each[1])
@@ -245,8 +251,8 @@ class _Search:
         """What the rank needs at most, as its plans are."""
         limits = {stage: held - self.task.chunks[stage].input_bytes for stage, held in plan.held_bytes.items()}
         own = {stage: _Own(self, stage, limits, each) for stage, each in plan.plans.items()}
-        found = [each.step_of_optimizer_bytes for each in own.values()]
-        for moment in self.task.moments:
+        found = [each.step_of_optimizer_bytes for each in own.values()] + self._weights_bytes(limits)
+        for moment in (each for each in self.task.moments if each.running):
             rest = _state_bytes(self.task.state) + self._rest_bytes(moment, limits) + self._input_bytes(moment)
             (ahead, is_forward), *more = sorted(moment.running, key=lambda each: not each[1])
             if not more:
@@ -258,6 +264,12 @@ class _Search:
             for slot in slots_of(*halves):
                 found.append(rest + own[ahead].most(slot.forward) + own[behind].most(slot.backward))
         return max(found)
+
+    def _weights_bytes(self, limits: Mapping[int, int]) -> list[int]:
+        """What there is while weight gradients that were put off are made."""
+        products = max(chunk.product_bytes for chunk in self.task.chunks.values())
+        beside = _state_bytes(self.task.state) + products
+        return [beside + self._rest_bytes(moment, limits) for moment in self.task.moments if not moment.running]
 
     def _solved(self, profile: Profile, budget_bytes: int) -> Plan:
         return plan_profile(
@@ -287,6 +299,8 @@ class _Search:
         """Also of a neighbour's result, which is as large as what this rank reads or gave."""
         chunks = self.task.chunks
         direction, stage = kind
+        if direction is Kind.BACKWARD_WEIGHT:
+            return chunks[stage].put_off_bytes
         if direction is Kind.FORWARD:
             nbytes = chunks[stage].output_bytes if stage in chunks else chunks[stage + 1].input_bytes
         else:

@@ -47,12 +47,18 @@ class _PutOff:
         """Whether I runs. A backward at any other time (a step that is observed inside the forward) is a plain one."""
         self._closures: dict[Any, tuple[GradientEdge, list[_Closure]]] = {}
         """By the weight's node in the graph."""
+        self.watch: Any = None
+        """Of a step that is observed: it numbers inputs, and is told of what a plain backward does at once."""
 
-    def add(self, edge: GradientEdge, closure: _Closure) -> None:
+    def add(self, edge: GradientEdge, number: int, closure: _Closure, of_output: torch.Tensor) -> None:
+        """number: of the input, for the watch. of_output: the gradient that the closure holds beside it."""
         if self.is_in_backward:
             self._closures.setdefault(edge.node, (edge, []))[1].append(closure)
-        else:
-            torch.autograd.backward((edge,), (closure(),))
+            return
+        gradient = closure()
+        if self.watch is not None:
+            self.watch.made(number, of_output, gradient)
+        torch.autograd.backward((edge,), (gradient,))
 
     def run(self) -> None:
         while self._closures:
@@ -81,6 +87,17 @@ class WeightGradients:
     def forward(self, chunk: Chunk) -> Iterator[None]:
         """Around the forward of a chunk whose backward is split."""
         token = _CHUNK.set(self._chunks[chunk])
+        try:
+            yield
+        finally:
+            _CHUNK.reset(token)
+
+    @contextlib.contextmanager
+    def watched(self, watch: Any) -> Iterator[None]:
+        """Around a whole step of a stage, whose backward is a plain one."""
+        chunk = _PutOff()
+        chunk.watch = watch
+        token = _CHUNK.set(chunk)
         try:
             yield
         finally:
@@ -137,7 +154,8 @@ def _call(function: type[Any], x: torch.Tensor, weight: torch.Tensor, other: tor
     if chunk is not None:
         chunk.num_calls += 1
         if weight.requires_grad and torch.is_grad_enabled():
-            put_off = functools.partial(chunk.add, get_gradient_edge(weight))
+            number = -1 if chunk.watch is None else chunk.watch.number_of(x)
+            put_off = functools.partial(chunk.add, get_gradient_edge(weight), number)
             weight = weight.detach().requires_grad_()
     output: torch.Tensor = function.apply(x, weight, other, put_off)
     return output
@@ -186,7 +204,7 @@ class _Linear(torch.autograd.Function):
         def of_weight() -> torch.Tensor:
             return flat.t() @ x.reshape(-1, x.shape[-1])
 
-        return for_x, _given_or_put_off(ctx, of_weight), for_bias, None
+        return for_x, _given_or_put_off(ctx, of_weight, gradient), for_bias, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -204,13 +222,13 @@ class _Grouped(torch.autograd.Function):
         def of_weight() -> torch.Tensor:
             return F.grouped_mm(x.t(), gradient, offs=offsets)
 
-        return for_x, _given_or_put_off(ctx, of_weight), None, None
+        return for_x, _given_or_put_off(ctx, of_weight, gradient), None, None
 
 
-def _given_or_put_off(ctx: Any, of_weight: _Closure) -> torch.Tensor | None:
+def _given_or_put_off(ctx: Any, of_weight: _Closure, of_output: torch.Tensor) -> torch.Tensor | None:
     if not ctx.needs_input_grad[1]:
         return None
     if ctx.put_off is None:
         return of_weight()
-    ctx.put_off(of_weight)
+    ctx.put_off(of_weight, of_output)
     return None

@@ -21,6 +21,7 @@ OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
 SHARED: dict[str, Any] = {"experts": "shared", "num_micro_batches": 3}
 CASTS: dict[str, Any] = {"casts": True}
 """Autocast around the whole step, which holds on to its casts of weights until then."""
+PUT_OFF: dict[str, Any] = {"puts_off": True}
 LARGE = {"inner": 1024, "num_micro_batches": 2}
 """Matrices whose state can move."""
 
@@ -34,6 +35,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "turns": ("budgets", {"name": "dualpipev", "shares": [0.02], "about": OWN}),
         "shared": ("budgets", {"name": "one_stage_overlap", "shares": [0.1], "about": SHARED}),
         "state": ("budgets", {"name": "1f1b", "shares": [0.02], "about": LARGE, "optimizer": "swap"}),
+        "put off": ("budgets", {"name": "zb_v", "shares": [0.02], "about": PUT_OFF}),
+        "kept put off": ("kept", {"names": ["zb_v", "dualpipev"], "about": PUT_OFF}),
         "kept": ("kept", {"names": list(NAMES)}),
         "kept_turns": ("kept", {"names": ["dualpipev", "interleaved_overlap"], "about": OWN}),
         "kept_shared": ("kept", {"names": ["one_stage_overlap"], "about": SHARED}),
@@ -47,7 +50,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
     return dict(zip(jobs, given, strict=True))
 
 
-@pytest.mark.parametrize("job", ["held", "casts", "recompute", "turns", "shared", "state"])
+@pytest.mark.parametrize("job", ["held", "casts", "recompute", "turns", "shared", "state", "put off"])
 def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
     answers: dict[str, tuple[Any, ...]], job: str
 ) -> None:
@@ -58,7 +61,7 @@ def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
             assert (row["spilled"], row["divergences"]) == (0, 0)
     # On some rank it would not hold without a plan.
     budget = answers[job][0]["rows"][0]["budget"]
-    assert max(max(answer["plain"]) for answer in answers[job]) > 1.5 * budget
+    assert max(max(answer["plain"]) for answer in answers[job]) > (1.4 if job == "put off" else 1.5) * budget
     done = "recomputed" if job == "recompute" else "swapped"
     assert max(answer["rows"][0][done] for answer in answers[job]) > 0
     assert all((answer["rows"][0]["moved"] > 0) == (job == "state") for answer in answers[job])
@@ -69,6 +72,12 @@ def test_what_a_rank_is_said_to_need_is_what_it_needs(answers: dict[str, tuple[A
     for rank in answers["kept"]:
         said, needed = rank[NAMES.index(name)]
         assert needed <= said <= 1.06 * needed
+
+
+def test_so_is_what_weight_gradients_that_are_put_off_need(answers: dict[str, tuple[Any, ...]]) -> None:
+    for rank in answers["kept put off"]:
+        for said, needed in rank:
+            assert needed <= said <= 1.08 * needed
 
 
 @pytest.mark.parametrize("job", ["kept_turns", "kept_shared"])
@@ -112,8 +121,6 @@ def test_mistakes_are_refused_on_all_ranks(answers: dict[str, tuple[Any, ...]]) 
     assert first == [
         "memory.budget: a budget is needed to plan for; write e.g. budget='20GiB' (rank 1)",
         "pipeline: rank 0 has stage 0 and needs inputs for 6 micro-batches; it was given none",
-        "pipeline: a budget cannot be planned for weight gradients that are put off: what they keep from I to W is not "
-        "observed; leave weight_gradients out",
         "pipeline: a budget can be planned for pairs that lowtide.pipeline.Overlap carries out; of another run_pair "
         "nobody knows what is computed at the same time. Give Overlap().run_pair, or leave it out",
         "memory.optimizer: the state of an optimizer is to be elsewhere between steps, and fit_stages was given none: "
@@ -123,7 +130,7 @@ def test_mistakes_are_refused_on_all_ranks(answers: dict[str, tuple[Any, ...]]) 
     ]
     assert second[0] == first[0].removesuffix(" (rank 1)")
     assert second[1] == f"{first[1]} (rank 0)"
-    assert second[2:6] == first[2:6]
+    assert second[2:5] == first[2:5]
 
 
 def test_a_stage_that_raises_while_it_is_observed_ends_all_ranks(answers: dict[str, tuple[Any, ...]]) -> None:

@@ -21,7 +21,7 @@ from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
-from lowtide.pipeline.weight_gradients import WeightGradients
+from lowtide.pipeline.weight_gradients import WeightGradients, linear
 from lowtide.tensors.live_bytes import LiveBytes
 from tests.pipeline import moe
 from tests.support.virtual_engine import virtual
@@ -34,15 +34,20 @@ NUM_BLOCKS = 8
 class Block(nn.Module):
     """Saves several times what it passes on; some of it can be made again, the noise cannot."""
 
-    def __init__(self, inner: int = INNER) -> None:
+    def __init__(self, inner: int = INNER, *, product: Callable[..., Tensor] = nn.functional.linear) -> None:
         super().__init__()
+        self.product = product
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.gate, self.down = nn.Linear(WIDTH, inner), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        return x + self.drop(self.down(nn.functional.silu(self.gate(h)) * self.up(h)))
+        inner = nn.functional.silu(self._by(self.gate, h)) * self._by(self.up, h)
+        return x + self.drop(self._by(self.down, inner))
+
+    def _by(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return self.product(x, layer.weight, layer.bias)
 
 
 class Stage(nn.Module):
@@ -74,7 +79,7 @@ class Rank:
 
     `experts`: blocks with experts, whose exchanges of rows pairs hide. "own": each rank has all of them. "shared": each
     rank is a pipeline, and the ranks share the experts. `inner`: of the blocks without experts. `casts`: all of a step
-    is under autocast.
+    is under autocast. `puts_off`: the weight gradients of these blocks wait for W.
     """
 
     def __init__(
@@ -86,7 +91,9 @@ class Rank:
         experts: str = "",
         inner: int = INNER,
         casts: bool = False,
+        puts_off: bool = False,
     ) -> None:
+        self.puts_off = puts_off
         self.inner = inner
         self.casts = casts
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -106,7 +113,8 @@ class Rank:
     def begin(self) -> None:
         torch.manual_seed(self.seed if self.is_sharing else 0)
         number = self.schedule.num_stages
-        blocks: list[nn.Module] = [Block(self.inner) for _ in range(NUM_BLOCKS)]
+        product = linear if self.puts_off else nn.functional.linear
+        blocks: list[nn.Module] = [Block(self.inner, product=product) for _ in range(NUM_BLOCKS)]
         if self.experts:
             blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS // 2)]
         each = len(blocks) // number
@@ -121,6 +129,8 @@ class Rank:
         more: dict[str, Any] = {"run_pair": Overlap(start=self._start).run_pair} if self.experts else {}
         if self.is_sharing:
             more["group"] = self.alone
+        if self.puts_off:
+            more["weight_gradients"] = WeightGradients()
         self.pipeline = Pipeline(self.schedule, self.stages, loss=loss_of if self.has_loss else None, **more)
         torch.manual_seed(1 + self.seed)
 
@@ -267,9 +277,6 @@ def refused(rank: int) -> list[str]:
 
     attempt(Rank("1f1b", rank), **({"budget": 2**30} if rank == 0 else {}))
     attempt(Rank("1f1b", rank), None, batch_of(0, 6), budget=2**30)
-    putting_off = Rank("1f1b", rank)
-    putting_off.pipeline.weight_gradients = WeightGradients()
-    attempt(putting_off, budget=2**30)
     taking_turns = Rank("1f1b", rank)
     taking_turns.pipeline.run_pair = lambda forward, backward: None
     attempt(taking_turns, budget=2**30)
