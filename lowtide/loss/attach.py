@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.loss.cross_entropy import ROWS_STEP, keeps_bits, saves_memory, sliced_cross_entropy
+from lowtide.loss.cross_entropy import ROWS_STEP, Loss, keeps_bits, saves_memory, sliced_cross_entropy
 from lowtide.loss.head import FORWARD, TANH, Step, head_cross_entropy, why_not_in_blocks
 from lowtide.loss.layers import LAYERS, MLPS, InBlocks, block_rows_of
 from lowtide.tensors.kinds import is_plain
@@ -150,7 +150,10 @@ class SlicedLoss:
             return self._plain(logits=logits, labels=labels, vocab_size=num_words, **more)
 
         items: dict[str, Any] = {"num_items_in_batch": 7}
-        pairs = [(sliced, plain), (functools.partial(sliced, **items), functools.partial(plain, **items))]
+        pairs: list[tuple[Loss, Loss]] = [
+            (sliced, plain),
+            (functools.partial(sliced, **items), functools.partial(plain, **items)),
+        ]
         return keeps_bits("memory.loss: the loss", pairs, device, dtype, num_words)
 
 

@@ -235,7 +235,7 @@ def _assert_nothing_open(tide: lowtide.Tide) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
-@pytest.mark.parametrize("engine", [virtual(0), "host"])
+@pytest.mark.parametrize("engine", [virtual(0), pytest.param("host", marks=pytest.mark.extended)])
 def test_nothing_is_left_of_micro_batches_that_ran_again(engine: str, tmp_path: Path) -> None:
     """Memory runs out at each operator, twice in a tide: after the first everything is swapped, after the second
     everything is recomputed."""
@@ -260,7 +260,7 @@ def test_nothing_is_left_of_micro_batches_that_ran_again(engine: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:lowtide. out of memory:UserWarning")
-@pytest.mark.parametrize("plan", ["swap", "mixed"])
+@pytest.mark.parametrize("plan", [pytest.param("swap", marks=pytest.mark.extended), "mixed"])
 def test_nothing_is_left_of_micro_batches_that_failed_for_good(plan: str) -> None:
     model = zoo.Stack(*(Block() for _ in range(3)))
     with lowtide.apply(model, MEMORY[plan], engine=virtual(0)) as tide:

@@ -391,13 +391,12 @@ class _Run(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> _Run:
+    def __enter__(self) -> Any:
         if self.is_again:
             self.region.numbers.clear()  # with retain_graph it may run more than once
         else:
             self.region.begin()
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

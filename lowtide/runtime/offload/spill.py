@@ -362,9 +362,7 @@ class Guard:
         """Between two forward passes: spill until the activations of those that are over hold no more than this."""
         with self._scheduler.lock, disable_current_modes():
             self._scheduler.settle()
-            excess_bytes = self._ledger.now_bytes - nbytes
-            if excess_bytes > 0:
-                self._spill(excess_bytes, -1)
+            self._spill(self._ledger.now_bytes - nbytes, -1)
 
     def end(self) -> None:
         """The forward pass came to its end. Warns where more stayed that the plan drops than the budget has room for,
