@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_077,
-    "files": 257,
-    "classes": 546,
-    "files that one other file imports": 39,
-    "classes with more than 15 attributes": 23,
+    "lines": 58_516,
+    "files": 255,
+    "classes": 524,
+    "files that one other file imports": 37,
+    "classes with more than 15 attributes": 21,
     "class names that several classes have": 14,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,
