@@ -123,19 +123,20 @@ def modes(profile: Profile, device: Hardware, budget: int, num_micro_batches: in
     `whole`: all tokens of a step in one micro-batch, which updates in backward need; None where there are several
     ranks, on which they are refused.
     """
-    from lowtide.planner.in_backward import slot_bytes, with_updates_in_backward
+    from lowtide.planner.in_backward import UpdatesInBackward
+    from lowtide.planner.place_state import NUM_SLOTS, bucket_size
 
-    state = profile.state
+    state, bucket_bytes = profile.state, bucket_size(profile.state, device.link)
     without = dataclasses.replace(
         profile,
         state=dataclasses.replace(
             state,
             optimizer=state.optimizer - state.optimizer_movable,
-            optimizer_temporaries=slot_bytes(state, device.link),
+            optimizer_temporaries=min(NUM_SLOTS * bucket_bytes, state.optimizer_movable),
         ),
     )
     several = [_Activations.planned(without, device, budget, num_micro_batches, swap) for swap in ("auto", "none")]
-    in_one = None if whole is None else with_updates_in_backward(whole, device.link)
+    in_one = None if whole is None else UpdatesInBackward.of(whole, bucket_bytes, NUM_SLOTS).here(whole)
     one = [_Activations.planned(in_one, device, budget, 1, swap) for swap in ("auto", "none") if in_one is not None]
     plain_seconds = num_micro_batches * sum(profile.op_seconds)
     rows = []

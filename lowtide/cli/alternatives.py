@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
@@ -162,15 +162,14 @@ class AskedStep:
         played = play_setting(Setting(lines=(), layers=layers), self.plain, link=self.hardware.link)
         return played.peak_bytes, played.step_seconds
 
-    def of_plan(self, plan: Plan, name: str = _LOWTIDE, elsewhere_bytes: int = 0) -> Alternative:
-        """The row of lowtide's plan, its proofs of recipes included. `elsewhere_bytes`: of state that it does not
-        place."""
+    def of_plan(self, plan: Plan, name: str = _LOWTIDE) -> Alternative:
+        """The row of lowtide's plan, its proofs of recipes included."""
         assert plan.predicted is not None
         swapped = sum(site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP)
         moved = 0 if plan.optimizer is None else plan.optimizer.moved_bytes or 0
         found = plan.predicted
         seconds = found.step_seconds + found.check_seconds
-        return self._row(name, found.peak_bytes, seconds, host_bytes=swapped + moved + elsewhere_bytes)
+        return self._row(name, found.peak_bytes, seconds, host_bytes=swapped + moved)
 
     def refused(self, error: BudgetError, name: str = _LOWTIDE) -> Alternative:
         """The row where no plan fits."""
@@ -191,14 +190,8 @@ class AskedStep:
         )
 
 
-class Maker(Protocol):
-    """Gives the plan of a run for the budget, or for another number of bytes."""
-
-    elsewhere_bytes: int
-    """Of state that is elsewhere in the last plan, and that it does not place."""
-
-    def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
-        """Raises `BudgetError`."""
+Maker = Callable[[RunConfig, int | None], "Plan"]
+"""Gives the plan of a run for the budget, or for another number of bytes. Raises `BudgetError`."""
 
 
 def counting(hardware: Hardware) -> Hardware:
@@ -244,7 +237,7 @@ def largest(
     def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
         step, make = step_of(size or unit), makes[name]
         try:
-            row = step.of_plan(make(step.run, None), name, make.elsewhere_bytes)
+            row = step.of_plan(make(step.run, None), name)
         except BudgetError as refused:
             row = step.refused(refused, name)
         return dataclasses.replace(_at(row, size), set_by="" if error is None else error.set_by)

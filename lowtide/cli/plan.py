@@ -31,13 +31,11 @@ from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.text_table import wrapped
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.report.budget_sweep import in_backward_lines
 from lowtide.report.write import check_form, write_report
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lowtide.cli.run_step import Weight
-    from lowtide.core.decisions import AccountLine
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
     from lowtide.report.budget_sweep import SweptBudget
@@ -123,17 +121,16 @@ def run(args: argparse.Namespace) -> int:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if rank is None else rank.network(plan)
-        freed = _account_in_backward(settings, memory, profile, link) if rank is None else ()
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
-        document = _document(plan, profile, rungs, curve) | _more(lines, freed)
+        document = _document(plan, profile, rungs, curve) | ({"budget_came_from": lines} if lines else {})
         document |= {} if rank is None or network is None else {"network": rank.document(network)}
         print(json.dumps(document))
     else:
         told_of_network = [] if rank is None or network is None else ["", *rank.lines(network)]
         lines += _lines(plan, profile, rungs, told_of_network)
-        print("\n".join(wrapped([*lines, *_freed_lines(freed, profile, link)], width_of_stdout())))
+        print("\n".join(wrapped(lines, width_of_stdout())))
     return 0
 
 
@@ -239,11 +236,10 @@ class _PlanMaker:
     """The plan of a run that is traced for it, within the budget, or within another number of bytes."""
 
     def __init__(self, settled: Settled, hardware: Hardware, waiting: Waiting, *, in_backward: bool = False) -> None:
-        """`in_backward`: of a step under `swap_optimizer(overlap="in_backward")`, whose plan is for activations."""
-        self._settled, self._hardware, self._waiting = settled, hardware, waiting
+        """`in_backward`: with `memory.optimizer: in_backward`, where there is state that can move."""
+        self._budget_bytes, self._hardware, self._waiting = settled.budget_bytes, hardware, waiting
         self._in_backward, self._config = in_backward, settled.config
         self._traced: tuple[RunConfig, Profile] | None = None
-        self.elsewhere_bytes = 0
 
     def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
         """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
@@ -251,28 +247,18 @@ class _PlanMaker:
         from lowtide.planner.plan_profile import plan_profile
 
         if self._traced is None or self._traced[0] != run:
-            self._traced = run, self._seen(trace_run(run, self._hardware, say=self._waiting.say))
+            self._traced = run, trace_run(run, self._hardware, say=self._waiting.say)
         profile = self._traced[1]
+        moved_bytes, host_bytes = profile.state.optimizer_movable, self._config.host_budget
+        if self._in_backward and moved_bytes and (host_bytes is None or host_bytes >= moved_bytes):
+            self._config = dataclasses.replace(self._config, optimizer="in_backward")
         micro_batches = run.train.grad_accumulation
         how: Any = {"link": self._hardware.link, "has_gradients": micro_batches > 1, "num_micro_batches": micro_batches}
         if budget_bytes is not None:
-            return plan_profile(profile, self._settled.config, budget_bytes=budget_bytes, with_suggestions=False, **how)
+            return plan_profile(profile, self._config, budget_bytes=budget_bytes, with_suggestions=False, **how)
         self._waiting.say("planning")
         how["changes"] = tuple(changes_of(run, self._hardware, profile))
-        return plan_profile(profile, self._settled.config, budget_bytes=self._settled.budget_bytes, **how)
-
-    def _seen(self, profile: Profile) -> Profile:
-        """The step that is planned for. Its state is counted as all of what the host takes beside activations."""
-        if not self._in_backward or not profile.state.optimizer_movable:
-            return profile
-        from lowtide.planner.in_backward import with_updates_in_backward
-
-        self.elsewhere_bytes = profile.state.optimizer_movable
-        config = self._config
-        if config.host_budget is not None:
-            config = dataclasses.replace(config, host_budget=max(0, config.host_budget - self.elsewhere_bytes))
-        self._settled = dataclasses.replace(self._settled, config=dataclasses.replace(config, optimizer="keep"))
-        return with_updates_in_backward(profile, self._hardware.link)
+        return plan_profile(profile, self._config, budget_bytes=self._budget_bytes, **how)
 
     def draw(self, plan: Plan, path: Path) -> None:
         """The report of the last plan."""
@@ -280,7 +266,7 @@ class _PlanMaker:
 
         assert self._traced is not None
         self._waiting.say("drawing")
-        report = report_of_plan(plan, self._traced[1], self._settled.config, link=self._hardware.link)
+        report = report_of_plan(plan, self._traced[1], self._config, link=self._hardware.link)
         write_report(report, path)
 
 
@@ -294,30 +280,6 @@ def _refuse_other_model(settings: RunConfig, profile: Profile) -> None:
             f"--profile: it is of a model with {profile.state.parameters:,} bytes of weights, the run's has "
             f"{run_bytes:,}; profile the run again"
         )
-
-
-def _account_in_backward(
-    settings: RunConfig, memory: MemoryConfig, profile: Profile, link: Link
-) -> tuple[AccountLine, ...]:
-    """Of the step with its gradients freed as they are used; empty where accumulation forbids it, and without state."""
-    moved_bytes, host_bytes = profile.state.optimizer_movable, memory.host_budget
-    if settings.train.grad_accumulation > 1 or not moved_bytes or (host_bytes is not None and host_bytes < moved_bytes):
-        return ()
-    from lowtide.planner.in_backward import account_in_backward
-
-    left = None if host_bytes is None else host_bytes - moved_bytes
-    return account_in_backward(profile, dataclasses.replace(memory, host_budget=left), link)
-
-
-def _more(came_from: Sequence[str], freed: Sequence[AccountLine]) -> dict[str, Any]:
-    """What is said beyond the plan, as JSON."""
-    more: dict[str, Any] = {"budget_came_from": came_from} if came_from else {}
-    return more | ({"in_backward": [dataclasses.asdict(line) for line in freed]} if freed else {})
-
-
-def _freed_lines(account: Sequence[AccountLine], profile: Profile, link: Link) -> list[str]:
-    backward_seconds = sum(profile.op_seconds[profile.num_forward_ops :])
-    return ["", *in_backward_lines(account, profile.state, link, backward_seconds)] if account else []
 
 
 def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:

@@ -315,9 +315,8 @@ class _Walk:
 
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
         self._pipeline = pipeline
-        self._schedule = pipeline.schedule
         self._transport = pipeline.transport
-        row = self._schedule.actions[pipeline.rank]
+        row = pipeline.schedule.actions[pipeline.rank]
         self._split = frozenset(
             (action.stage, action.micro_batch)
             for every in row
@@ -345,7 +344,7 @@ class _Walk:
             for action in every.parts:
                 if action.kind in SENDS:
                     result = carried_by(action)
-                    reader = self._schedule.reader(result)
+                    reader = self._pipeline.schedule.reader(result)
                     assert reader is not None
                     self._to_send[reader].append(result)
 
@@ -393,7 +392,7 @@ class _Walk:
         if not isinstance(every, Pair) and every.kind in RECEIVES:
             assert self._transport is not None
             result = carried_by(every)
-            self._transport.ask(result, source=self._schedule.rank_of_stage[result.stage])
+            self._transport.ask(result, source=self._pipeline.schedule.rank_of_stage[result.stage])
         elif not isinstance(every, Pair) and every.kind is Kind.BACKWARD_WEIGHT:
             self._weight_gradient(every)
         else:
@@ -414,7 +413,7 @@ class _Walk:
         if action.kind is Kind.FORWARD:
             leaves = self._take(Result(Kind.FORWARD, stage - 1, micro_batch)) if stage > 0 else ()
             return functools.partial(self._forward, action, leaves)
-        is_last = stage == self._schedule.num_stages - 1
+        is_last = stage == self._pipeline.schedule.num_stages - 1
         given = None if is_last else self._take(Result(Kind.BACKWARD, stage + 1, micro_batch))
         return functools.partial(self._backward, action, given)
 
@@ -440,7 +439,7 @@ class _Walk:
             else:
                 output = module(*leaves, **keywords)
             made = tree_leaves(output)
-            if stage == self._schedule.num_stages - 1:
+            if stage == self._pipeline.schedule.num_stages - 1:
                 output = self._loss_of(output, micro_batch)
         if is_first:
             self._learn_from(stage, made, (*leaves, *tree_leaves(given)))
@@ -494,7 +493,7 @@ class _Walk:
         if weights is not None:
             if not weights.num_calls and not weights.may_be_idle:
                 raise ConfigError(
-                    f"pipeline: '{self._schedule.name}' splits backwards, and no stage of this rank calls "
+                    f"pipeline: '{self._pipeline.schedule.name}' splits backwards, and no stage of this rank calls "
                     "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
                 )
             with self._gradients.of_stage(action.stage):
@@ -503,7 +502,7 @@ class _Walk:
     def _give(self, action: Action, tensors: Tensors) -> None:
         """Hand a result on: to this rank, or to another one as soon as those before it have gone."""
         result = made_by(action)
-        reader = None if result is None else self._schedule.reader(result)
+        reader = None if result is None else self._pipeline.schedule.reader(result)
         if result is None or reader is None:
             return
         if reader == self._pipeline.rank:

@@ -1,16 +1,15 @@
 """What a step needs if each parameter is updated, and its gradient freed, while backward runs.
 
-What: `with_updates_in_backward` gives the profile of the same step under `swap_optimizer(overlap="in_backward")`
-(optimizer/in_backward.py), and `account_in_backward` the account of it: everything kept, and the least that can be
-reached. In it `gradients` are those in flight: of the bucket that waits for its last gradient, of the one that is
-complete until the next gradient comes, and what is left for `step()`.
+What: `updates_allowed` has the step under `swap_optimizer(overlap="in_backward")` (optimizer/in_backward.py). Its
+gradients are those in flight: of the bucket that waits for its last gradient, of the one that is complete until the
+next gradient comes, and what is left for `step()`.
 
 How: gradients come in the order of the profile, each once backward goes over to another module, as autograd adds it
 then. A bucket is closed by the gradient that does not fit into it, and is gone when that one has come. Each byte of a
-gradient stands for as many bytes of state. From the first gradient on the device holds three buckets of state, and what
-the optimizer needs beside one of them.
+gradient stands for as many bytes of state. From the first gradient on the device holds buckets of state in all places,
+and what the optimizer needs beside one of them.
 
-With `memory.optimizer: in_backward` a plan is made of it. Each bucket is an item of the step that visits the device
+Each bucket is an item of the step that visits the device
 (`Item.visit_bytes`): needed where its last gradient is there, and fetched once one of `NUM_PLACES` places is free, on
 the lane of activations. So both share one link and one budget. Eight places, since gradients come in bursts: with three
 compute waits for every layer's MLP. The state of a parameter that fills all places (a vocabulary) may stay: it is
@@ -32,15 +31,12 @@ import numpy as np
 
 from lowtide.core.decisions import AccountLine
 from lowtide.core.fate import Fate
-from lowtide.core.profile import Profile, StateBytes
+from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.planner.by_rules import problem_of
-from lowtide.planner.memory_breakdown import OPTIMIZER, TEMPORARIES, memory_breakdown
-from lowtide.planner.min_peak import UNREACHABLE, quick_floor
-from lowtide.planner.place_state import NUM_SLOTS, bucket_size, bucket_temporaries, refuse_without_effect
+from lowtide.planner.memory_breakdown import OPTIMIZER, TEMPORARIES
+from lowtide.planner.place_state import bucket_size, bucket_temporaries, refuse_without_effect
 from lowtide.planner.problem import Problem
 from lowtide.planner.state_items import NAME, StateShares
-from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Item, Link
 
 if TYPE_CHECKING:
@@ -50,39 +46,6 @@ NUM_PLACES = 8
 """For buckets on the device, in a plan: gradients come in bursts, and the link works on meanwhile."""
 _LEAST_BUCKETS = 4 * NUM_PLACES
 """Of the state, in a plan."""
-
-
-def account_in_backward(profile: Profile, config: MemoryConfig, link: Link) -> tuple[AccountLine, ...]:
-    """Bytes at the worst moment with everything kept, and (planned) of the least that can be reached under the rules of
-    `config`; empty where the host cannot take what they swap. The optimizer has state that can move."""
-    updates = _in_three_places(profile, link)
-    problem = problem_of(updates.here(profile), config)
-    arrays = StepArrays.of(problem.step)
-    needed_bytes, fates, _ = quick_floor(arrays, config.host_budget)
-    if needed_bytes >= UNREACHABLE:
-        return ()
-    plain, least = plain_curve(problem.step), floor_curve(arrays, Lifetimes.of(arrays, fates))
-    both = [
-        updates.shown(memory_breakdown(problem, curve.tolist(), curve.tolist()), problem, int(curve.argmax()))
-        for curve in (plain, least)
-    ]
-    return tuple(dataclasses.replace(line, plain_bytes=kept.planned_bytes) for kept, line in zip(*both, strict=True))
-
-
-def slot_bytes(state: StateBytes, link: Link) -> int:
-    """Bytes of buckets on the device while backward updates parameters."""
-    return min(NUM_SLOTS * bucket_size(state, link), state.optimizer_movable)
-
-
-def with_updates_in_backward(profile: Profile, link: Link) -> Profile:
-    """The same step, with buckets of the state on the device from the first gradient on and none of the rest that can
-    move, and with the gradients in flight alone."""
-    return _in_three_places(profile, link).here(profile)
-
-
-def _in_three_places(profile: Profile, link: Link) -> UpdatesInBackward:
-    """As `swap_optimizer` does by itself."""
-    return UpdatesInBackward.of(profile, bucket_size(profile.state, link), NUM_SLOTS)
 
 
 def updates_allowed(
@@ -217,11 +180,6 @@ def _cut(nbytes: int, most: int) -> list[int]:
     """Equal parts, each of at most so many bytes."""
     count = -(-nbytes // most)
     return [nbytes * (part + 1) // count - nbytes * part // count for part in range(count)]
-
-
-def gradients_in_flight(profile: Profile, bucket_bytes: int) -> np.ndarray:
-    """Bytes of gradients that are there at each operator, where a bucket has the state of so many bytes of them."""
-    return _in_flight(np.asarray(profile.op_gradient_bytes, dtype=np.int64), closed_buckets(profile, bucket_bytes))
 
 
 def _in_flight(made: np.ndarray, closed: Sequence[tuple[int, int]]) -> np.ndarray:

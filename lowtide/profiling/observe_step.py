@@ -23,13 +23,14 @@ from torch import nn
 
 from lowtide.core.profile import Profile
 from lowtide.core.recipe import Recipe
+from lowtide.engines.device_ops import TorchDevice
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.layers import MLPS, block_rows_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
-from lowtide.profiling.op_timer import Clock, DeviceClock, DeviceTimer, HostClock, OpMemory
+from lowtide.profiling.op_timer import Clock, DeviceClock, HostClock, OpMemory
 from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
 from lowtide.profiling.saved_tensors import file_stash, host_stash
 from lowtide.profiling.smaller import measured_codec
@@ -94,7 +95,8 @@ def observe(
     _refuse_lazy(model)
 
     def run(accumulates: bool) -> tuple[Trace, str]:
-        clock: Clock = DeviceClock(DeviceTimer(device)) if is_accelerator else HostClock()
+        ops = TorchDevice(device) if is_accelerator else None
+        clock: Clock = HostClock() if ops is None else DeviceClock(ops)
         stash = host_stash() if is_accelerator else file_stash()
         recorder = StepRecorder(
             device=device,
@@ -103,7 +105,7 @@ def observe(
             layers=names,
             codec_of=measured_codec,
             holds_casts=holds_casts,
-            memory=OpMemory(device) if is_accelerator else None,
+            memory=None if ops is None else OpMemory(ops),
         )
         try:
             with untouched(model, (batch, loss), device, tell or warn) as before, at_rest(model) as gathered:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lowtide.engines.device_ops import allocated_bytes, reset_peak
+from lowtide.engines.device_ops import DeviceOps, RawEvent
 from lowtide.recipes.graph import OpCall, Value
 
 _NUM_PROBES = 64
@@ -110,65 +110,55 @@ class HostClock:
         return steady([seconds for seconds, _ in column], [kind for _, kind in column])
 
 
-class DeviceTimer:
-    """Events of one device, on the stream that the caller computes on."""
+def timing_mark(ops: DeviceOps) -> RawEvent:
+    """A timing event, recorded now on the stream that the caller computes on."""
+    event = ops.new_event(timing=True)
+    event.record(ops.current_stream())
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
 
-    def mark(self) -> Any:
-        """A timing event, recorded now."""
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
-
-    def synchronize(self) -> None:
-        """Wait until all events have passed."""
-        torch.accelerator.synchronize(self._device)
+def seconds_between(start: RawEvent, end: RawEvent) -> float:
+    """Waits until both have passed."""
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 class DeviceClock:
     """Time on the stream that each operator is enqueued on."""
 
-    def __init__(self, timer: DeviceTimer) -> None:
-        self._timer = timer
+    def __init__(self, ops: DeviceOps) -> None:
+        self._ops = ops
         pairs = [self.run(lambda: None, (), {})[1] for _ in range(_NUM_PROBES)]
-        timer.synchronize()
-        self._overhead = sorted(start.elapsed_time(end) for start, end in pairs)[_NUM_PROBES // 2] / 1e3
+        self._overhead = sorted(seconds_between(*pair) for pair in pairs)[_NUM_PROBES // 2]
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         begun = self.begin()
         out = func(*args, **kwargs)
         return out, self.end(begun)
 
-    def begin(self) -> Any:
-        return self._timer.mark()
+    def begin(self) -> RawEvent:
+        return timing_mark(self._ops)
 
-    def end(self, begun: Any) -> Any:
-        return begun, self._timer.mark()
+    def end(self, begun: RawEvent) -> tuple[RawEvent, RawEvent]:
+        return begun, timing_mark(self._ops)
 
     def seconds(self, mark: Any, call: OpCall) -> tuple[Any, Hashable]:
         return mark, kind_of(call)
 
     def settle(self, column: list[Any]) -> list[float]:
-        self._timer.synchronize()
-        seconds = [max(0.0, start.elapsed_time(end) / 1e3 - self._overhead) for (start, end), _ in column]
+        seconds = [max(0.0, seconds_between(*pair) - self._overhead) for pair, _ in column]
         return steady(seconds, [kind for _, kind in column])
 
 
 class OpMemory:
     """The memory that operators hold inside, on one device. Use: `begin()`, run one operator, `end()`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._modules = (torch.get_device_module(device), torch.accelerator)
-
-    def begin(self) -> None:
+    def __init__(self, ops: DeviceOps) -> None:
+        self._ops = ops
+        self.begin = ops.reset_peak
         """An operator is about to run."""
-        reset_peak(self._modules, self._device)
 
     def end(self) -> int:
         """The operator has run. Returns the most bytes that it held beyond those that it has left."""
-        peak_bytes = allocated_bytes(self._modules, self._device, "peak")
-        left_bytes = allocated_bytes(self._modules, self._device, "current")
+        peak_bytes, left_bytes = self._ops.allocated_bytes("peak"), self._ops.allocated_bytes("current")
         return 0 if peak_bytes is None or left_bytes is None else max(0, peak_bytes - left_bytes)

@@ -17,7 +17,8 @@ import time
 import torch
 
 from lowtide.core.recipe import Codec
-from lowtide.profiling.op_timer import DeviceTimer
+from lowtide.engines.device_ops import TorchDevice
+from lowtide.profiling.op_timer import seconds_between, timing_mark
 from lowtide.tensors.codecs import (
     encode,
     encoded_bytes,
@@ -71,12 +72,10 @@ def _seconds(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> fl
         _round_trip(kind, storage, dtype)
         return min(time.perf_counter() - wall, time.thread_time() - busy)
     # The device's own time: the host is ahead of it in a step, and has to wait for it here.
-    timer = DeviceTimer(storage.device)
-    start = timer.mark()
+    ops = TorchDevice(storage.device)
+    start = timing_mark(ops)
     _round_trip(kind, storage, dtype)
-    end = timer.mark()
-    timer.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return seconds_between(start, timing_mark(ops))
 
 
 def _round_trip(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:

@@ -9,13 +9,13 @@ Cost: one short solve for each budget, two or three with `optimizer: auto`. Not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowtide.core.decisions import AccountLine, Prediction
+from lowtide.core.decisions import Prediction
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile, StateBytes
+from lowtide.core.profile import Profile
 from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
@@ -24,22 +24,6 @@ from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
-
-
-def in_backward_lines(
-    account: Sequence[AccountLine], state: StateBytes, link: Link, backward_seconds: float
-) -> list[str]:
-    """A head, the account of a step whose gradients are freed as they are used, and what its copies take."""
-    cells: list[tuple[str, ...]] = [("at the worst moment", "everything kept", "least")]
-    cells += [(line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)) for line in account]
-    seconds = state.optimizer_movable / min(link.in_bytes_per_second, link.out_bytes_per_second)
-    return [
-        "with each gradient freed as it is used: lowtide.swap_optimizer(optimizer, overlap='in_backward')",
-        "needs one backward pass a step, no clipping over all parameters, one rank",
-        *align(cells, numeric=(1, 2)),
-        f"copies: {format_bytes(state.optimizer_movable)} of state each way, {format_seconds(seconds)} of the link, "
-        f"beside a backward pass of {format_seconds(backward_seconds)}",
-    ]
 
 
 _WAY_UP = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from lowtide.config.memory import load_memory
@@ -15,15 +16,15 @@ from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.in_backward import (
     NUM_PLACES,
-    account_in_backward,
-    gradients_in_flight,
+    UpdatesInBackward,
+    _in_flight,
+    closed_buckets,
     updates_allowed,
-    with_updates_in_backward,
 )
 from lowtide.planner.local_search import Evaluator
+from lowtide.planner.place_state import bucket_size
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.solve import bound_of
-from lowtide.report.budget_sweep import in_backward_lines
 from lowtide.report.played_step import play
 from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Link
@@ -45,37 +46,20 @@ def test_a_bucket_is_there_until_the_gradient_after_it_has_come() -> None:
     names = ("f",) * (num_ops - 6) + ("c.mm", "c.add", "b.mm", "a.mm", "a.add", "a.mul")
     made = (0,) * (num_ops - 6) + (10, 10, 14, 20, 21, 21)
     profile = dataclasses.replace(profile, op_names=names, op_gradient_bytes=made)
+
+    def in_flight(bucket_bytes: int) -> list[int]:
+        return _in_flight(np.asarray(made), closed_buckets(profile, bucket_bytes)).tolist()
+
     # c: 10, b: 4, a: 6 and 1. With room for 14 the gradients of c and b go once the first one of a has come.
-    assert gradients_in_flight(profile, 14).tolist()[-6:] == [10, 10, 14, 20, 21, 21], "that of a is not added yet"
-    assert gradients_in_flight(profile, 10).tolist()[-6:] == [10, 10, 14, 10, 11, 11], "c is gone when b's was added"
-    assert gradients_in_flight(profile, 1).tolist()[-6:] == [10, 10, 14, 10, 11, 11]
-    assert gradients_in_flight(profile, 100).tolist() == list(made)
-
-
-def test_the_account_has_the_gradients_in_flight_and_three_buckets() -> None:
-    profile = profile_of()
-    account = {line.what: line for line in account_in_backward(profile, MEMORY, LINK)}
-    in_flight = with_updates_in_backward(profile, LINK).op_gradient_bytes
-    # A bucket is an eighth of the state: an eighth of the gradients, and what has come since, are there.
-    assert max(in_flight) <= 16 * MIB + 128 * MIB // 25 + 1
-    for column in ("plain_bytes", "planned_bytes"):
-        found = {what: getattr(line, column) for what, line in account.items()}
-        assert found["weights"] == 128 * MIB
-        assert found["optimizer state"] == (3 * 32 * MIB if found["gradients"] else 0)
-        assert found["gradients"] <= max(in_flight)
-        assert sum(nbytes for what, nbytes in found.items() if what != "peak") == found["peak"]
-    lines = in_backward_lines(tuple(account.values()), profile.state, LINK, 0.05)
-    assert lines[2].split() == ["at", "the", "worst", "moment", "everything", "kept", "least"]
-    assert lines[-1] == "copies: 256.0 MiB of state each way, 13.4 ms of the link, beside a backward pass of 50.0 ms"
-    assert len(lines) == 4 + len(account)
-    plan = plan_profile(profile, load_memory({"budget": 4096 * MIB, "optimizer": "swap"}), link=LINK)
-    assert plan.predicted is not None
-    assert account["peak"].planned_bytes < plan.predicted.floor_bytes
+    assert in_flight(14)[-6:] == [10, 10, 14, 20, 21, 21], "that of a is not added yet"
+    assert in_flight(10)[-6:] == [10, 10, 14, 10, 11, 11], "c is gone when b's was added"
+    assert in_flight(1)[-6:] == [10, 10, 14, 10, 11, 11]
+    assert in_flight(100) == list(made)
 
 
 def test_the_state_on_the_device_and_the_gradients_are_all_that_differs() -> None:
     profile = profile_of(temporaries=64 * MIB)
-    own = with_updates_in_backward(profile, LINK)
+    own = UpdatesInBackward.of(profile, bucket_size(profile.state, LINK), 3).here(profile)
     beside = 64 * MIB // 8 + 3 * 32 * MIB
     assert own.state.optimizer == profile.state.optimizer - 256 * MIB
     assert (own.state.optimizer_movable, own.state.optimizer_temporaries) == (0, beside)
@@ -84,6 +68,8 @@ def test_the_state_on_the_device_and_the_gradients_are_all_that_differs() -> Non
         assert one == other - made + in_flight + (beside if made else 0)
         assert 0 <= in_flight <= made
     assert own.state.gradients == own.op_gradient_bytes[-1] < profile.state.gradients
+    # A bucket is an eighth of the state: an eighth of the gradients, and what has come since, are there.
+    assert max(own.op_gradient_bytes) <= 16 * MIB + 128 * MIB // 25 + 1
 
 
 def planned(profile: Profile, budget: int, optimizer: str = "in_backward") -> Plan:

@@ -25,7 +25,6 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -197,9 +196,20 @@ def trace(
     # Of a model that was built so; else there are none.
     own = {id(each) for each in fakes_alive(mode)} if any(map(is_fake, model.parameters())) else set()
     while True:
-        setting = _Setting(mode, hardware, names, needs_scalar, is_fused, runs, accumulates, price)
         try:
-            expanded, shapes = apart(_trace, model=model, batch=batch, loss=loss, setting=setting)
+            expanded, shapes = apart(
+                _trace,
+                model=model,
+                batch=batch,
+                loss=loss,
+                clock=_Roofline(hardware, names, price),
+                mode=mode,
+                layers=names,
+                needs_scalar=needs_scalar,
+                is_fused=is_fused,
+                runs=runs,
+                accumulates=accumulates,
+            )
             break
         except CannotSkipError:
             runs = ()
@@ -246,7 +256,7 @@ class _Roofline:
     """
 
     def __init__(self, hardware: Hardware, layers: tuple[str, ...], price: Price | None) -> None:
-        self._hardware = hardware
+        self.hardware = hardware
         self._layers = layers
         self._price = price
 
@@ -268,9 +278,9 @@ class _Roofline:
 
     def settle(self, column: list[OpCall]) -> list[float]:
         if self._price is not None:
-            seconds = self._price(column, self._layers, self._hardware)
+            seconds = self._price(column, self._layers, self.hardware)
         else:
-            seconds = [op_seconds(call, self._hardware) for call in column]
+            seconds = [op_seconds(call, self.hardware) for call in column]
         times = 1.0
         for number, call in enumerate(column):
             if call.func.overloadpacket.__name__ == REPEAT:
@@ -289,33 +299,27 @@ def _grouped_product(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
     return torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=shape.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """How to trace."""
-
-    mode: FakeTensorMode
-    hardware: Hardware
-    layers: tuple[str, ...]
-    needs_scalar: bool
-    is_fused: bool
-    runs: tuple[Run, ...]
-    accumulates: bool
-    price: Price | None
-
-
 def _trace(
-    model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None, setting: _Setting
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any], torch.Tensor] | None,
+    clock: _Roofline,
+    *,
+    mode: FakeTensorMode,
+    layers: tuple[str, ...],
+    needs_scalar: bool,
+    is_fused: bool,
+    runs: tuple[Run, ...],
+    accumulates: bool,
 ) -> tuple[Expanded, str]:
-    mode = setting.mode
-    clock = _Roofline(setting.hardware, setting.layers, setting.price)
 
     def codec_of(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None) -> Codec | None:
-        return traced_codec(storage.nbytes(), dtype, setting.hardware, limit)
+        return traced_codec(storage.nbytes(), dtype, clock.hardware, limit)
 
     recorder = StepRecorder(
-        device=torch.device("cpu"), clock=clock, stash=fake_stash(), layers=setting.layers, codec_of=codec_of
+        device=torch.device("cpu"), clock=clock, stash=fake_stash(), layers=layers, codec_of=codec_of
     )
-    recorder.watch.skipped = frozenset(name for run in setting.runs for name in run.skipped)
+    recorder.watch.skipped = frozenset(name for run in runs for name in run.skipped)
     with contextlib.ExitStack() as stack:
         before = stack.enter_context(untouched(model, (batch, loss), torch.device("cpu")))
         ends = Ends(before, lambda tensor: fake_of(tensor.detach(), mode))
@@ -323,9 +327,9 @@ def _trace(
         stack.enter_context(quietly())
         stack.enter_context(grouped_experts(model))
         lend(model, mode)
-        stack.enter_context(skipping(model, setting.runs))
+        stack.enter_context(skipping(model, runs))
         stack.enter_context(mode)
-        if setting.is_fused:
+        if is_fused:
             stack.enter_context(fused_attention())
         fake_batch = without_numbers(batch, mode)
         try:
@@ -334,8 +338,8 @@ def _trace(
                 fake_batch,
                 recorder,
                 loss,
-                needs_scalar=setting.needs_scalar,
-                accumulates=setting.accumulates,
+                needs_scalar=needs_scalar,
+                accumulates=accumulates,
                 ends=ends.tensors,
             )
         except _LOOKS_AT_VALUES as error:
@@ -345,7 +349,7 @@ def _trace(
                 raise _depends_on_data(recorder, error.__cause__) from error
             raise
     nodes, recipes = with_recipes(recorded)
-    return expand(recorded, nodes, recipes.alone, setting.runs), recorder.watch.batch
+    return expand(recorded, nodes, recipes.alone, runs), recorder.watch.batch
 
 
 @contextlib.contextmanager

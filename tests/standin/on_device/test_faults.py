@@ -13,9 +13,10 @@ from torch import nn
 import lowtide
 from lowtide.engines.accelerator import AcceleratorEngine
 from lowtide.engines.base import Lane
+from lowtide.engines.device_ops import TorchDevice
 from lowtide.engines.tiers.disk import DiskTier
 from lowtide.errors import ConfigError
-from lowtide.profiling.op_timer import DeviceClock, DeviceTimer
+from lowtide.profiling.op_timer import DeviceClock
 from tests.standin import device, swaps
 from tests.support import zoo
 
@@ -93,7 +94,7 @@ def test_operators_are_timed_on_the_device_that_runs_them() -> None:
     device.set_speeds(flops=1e9, memory=1e18, launch=0.0)
     square = torch.ones(100, 100, device=THERE)
     torch.accelerator.synchronize(THERE)
-    clock = DeviceClock(DeviceTimer(THERE))
+    clock = DeviceClock(TorchDevice(THERE))
     _, mark = clock.run(torch.mm, (square, square), {})
     assert clock.settle([(mark, "mm")]) == pytest.approx([2e-3])
 
