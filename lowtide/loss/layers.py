@@ -9,13 +9,17 @@ one function of rows, all that it does after it is another (blocks.py); no famil
 block of rows the layer's own forward runs up to the call and stops there, and what the call was given is collected.
 Then attention runs once, on all rows, and autograd sees it as always. For what comes after it the layer's own forward
 runs once more on each block, and the call gives the block's rows of what attention has made.
+Attention runs on a group of heads after the other, up to four groups: heads are independent, so bits are those of all
+at once, its kernels take a quarter for themselves, and what they read and give comes and goes by group.
 A layer that does not call attention is one function of rows, and so are norms beside the layers.
 
 Which sum: that of blocks.py, for all weights of a layer. Rows are those of all sequences of a batch, one after the
 other. A batch of one block goes through the model's own forward, and has plain's bits.
 
 Why it is safe: that rows do not talk to each other is tried out in each layer's first forward pass. A few rows run
-three times, with the first one exchanged, and the last one; all others must keep their bits.
+three times, with the first one exchanged, and the last one; all others must keep their bits. And the first and the last
+rows of a whole block must be, but for rounding, what they are alone: a layer that counts places from the beginning of
+what it is given would begin anew in each block.
 Cost: what stands before attention runs four times in a step and not once, the rest of the layer twice; at the lengths
 that this is for, attention takes most of the time. Memory: a block's activations, and an fp32 sum for each weight of
 one layer.
@@ -40,13 +44,18 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ConfigError
 from lowtide.loss.blocks import RowWise, name_at_once
-from lowtide.tensors.private import FakeTensor, has_forward_hooks, tree_leaves, tree_map_only
+from lowtide.tensors.private import FakeTensor, base_of, has_forward_hooks, tree_leaves, tree_map_only
 from lowtide.tensors.second_run import CACHE_NAMES, num_cached
 from lowtide.tensors.wrappers import is_distributed
 
 _FIX = "leave memory.rows out"
 _WHAT = "a layer in blocks"
 _NUM_TRIED = 8
+_ROUNDINGS = 32
+"""In steps of the dtype at the largest number: what another order of sums changes at most."""
+_SHARE_THAT_DIFFERS = 1 / 16
+"""Of the numbers of a few rows, beyond roundings: not by chance."""
+_MOST_GROUPS = 4
 _SETTING = ("attn_mask", "dropout_p", "is_causal")
 """The arguments of attention after query, key and value that may be given by place."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -143,21 +152,20 @@ class _LayerInBlocks:
         rest = [name for name, weight in weights.items() if id(weight) in before.read_after]
 
         def run_first(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
-            return self._run(given, part, inputs[0], dict(zip(first, leaves, strict=True))).rows_given()
+            parts = self._run(given, part, inputs[0], dict(zip(first, leaves, strict=True))).rows_given()
+            groups = zip(*(each.chunk(_num_groups(parts), 1) for each in parts), strict=True)
+            return tuple(each for group in groups for each in group)
 
         def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
-            seam = self._run(given, part, inputs[0], dict(zip(rest, leaves, strict=True)), *inputs[1:])
+            made = torch.cat(inputs[1:], 1) if len(inputs) > 1 else None
+            seam = self._run(given, part, inputs[0], dict(zip(rest, leaves, strict=True)), made)
             return (_rows_of(self._name, seam.result, given.is_batched),)
 
         inputs = [hidden]
         if before.given is not None:
             parts = RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first))
-            query, key, value = (each.view(*given.lead, *each.shape[1:]).transpose(1, 2) for each in parts)
-            made = F.scaled_dot_product_attention(query, key, value, **before.setting)
-            made = made.transpose(1, 2)
-            inputs.append(made.reshape(-1, *made.shape[2:]))
-            if not made.is_contiguous():  # a copy
-                name_at_once(inputs[1])
+            groups = [parts[start : start + 3] for start in range(0, len(parts), 3)]
+            inputs += [_attend(given.lead, group, before.setting) for group in groups]
         (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
         return before.output_like(out.view(*given.lead, *out.shape[1:]))
 
@@ -191,25 +199,34 @@ class _LayerInBlocks:
     def _look(self, given: _Given, hidden: torch.Tensor) -> _Seen:
         """What the layer does with its first rows. Raises `ConfigError` where these talk to each other."""
         num_rows = min(_NUM_TRIED, len(hidden))
-        rows = hidden[:num_rows].detach()
+        first, hidden = slice(0, num_rows), hidden.detach()
+        rows = hidden[first]
         kind = rows.device.type
         cast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         with torch.no_grad(), torch.autocast(kind, **cast, cache_enabled=False):
-            seen = self._look_at(given, rows)
+            seen = self._look_at(given, rows, first)
+            if not seen.needing <= {id(weight) for weight in self._body.parameters()}:
+                raise _refusal(self._name, "it reads a tensor that needs a gradient and is none of its parameters")
             if self._is_tried or isinstance(rows, FakeTensor):
                 return seen
             for other, others in ((0, slice(1, None)), (num_rows - 1, slice(0, num_rows - 1))):
                 changed = rows.clone()
                 changed[other] = 1 - changed[other]
-                again = self._look_at(given, changed)
+                again = self._look_at(given, changed, first)
                 pairs = zip(seen.results, again.results, strict=True)
                 if not all(_same_bits(a[others], b[others]) for a, b in pairs):
                     raise _refusal(self._name, "what it gives for a row depends on other rows")
+            block = slice(0, max(self.rows, num_rows))
+            last = slice(max(1, block.stop - num_rows), block.stop)
+            whole = self._look_at(given, hidden[block], block)
+            for part, alone in ((first, seen), (last, self._look_at(given, hidden[last], last))):
+                pairs = zip(whole.results, alone.results, strict=True)
+                if not all(_nearly(a[part], b) for a, b in pairs):
+                    raise _refusal(self._name, "what it gives for a row depends on the other rows of its block")
         self._is_tried = True
         return seen
 
-    def _look_at(self, given: _Given, rows: torch.Tensor) -> _Seen:
-        part = slice(0, len(rows))
+    def _look_at(self, given: _Given, rows: torch.Tensor, part: slice) -> _Seen:
         before = self._run(given, part, rows, {})
         after = before
         results: list[torch.Tensor] = []
@@ -228,6 +245,7 @@ class _LayerInBlocks:
             setting=before.setting,
             read_before=before.read,
             read_after=after.read_after,
+            needing=before.needing | after.needing,
             results=results,
             result=after.result,
         )
@@ -245,6 +263,8 @@ class _Seen:
     """Tensors that were read up to attention."""
     read_after: set[int]
     """And after it, or all where there is none."""
+    needing: set[int]
+    """Tensors that were read and need a gradient; of views what they are views of."""
     results: list[torch.Tensor]
     """What was given to attention, and what the layer gave, by rows."""
     result: Any
@@ -334,6 +354,7 @@ class _Seam(TorchFunctionMode):
         self.read: set[int] = set()
         """Tensors that were read up to attention, by id: those of them that are weights live as long as the layer."""
         self.read_after: set[int] = self.read
+        self.needing: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -344,7 +365,11 @@ class _Seam(TorchFunctionMode):
                 raise _refusal(
                     self._name, "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
                 )
-            self.read_after.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter))
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.read_after.update(id(each) for each in tensors if isinstance(each, nn.Parameter))
+            if func.__name__ != "__get__":  # of an attribute, such as a dtype
+                bases = [(each, base_of(each)) for each in tensors if each.requires_grad]
+                self.needing.update(id(each if base is None else base) for each, base in bases)
             return func(*args, **kwargs)
         if self.given is not None:
             raise _refusal(self._name, "it calls attention twice")
@@ -374,6 +399,32 @@ def _rows_of(name: str, result: Any, is_batched: bool) -> torch.Tensor:
     if not isinstance(result, torch.Tensor) and any(each is not None for each in result[1:]):
         raise _refusal(name, "it gives more than one tensor")
     return out[0] if is_batched else out
+
+
+def _attend(lead: torch.Size, parts: tuple[torch.Tensor, ...], setting: dict[str, Any]) -> torch.Tensor:
+    """What attention gives for a group of heads, by rows. `parts`: its query, key and value, likewise."""
+    query, key, value = (each.view(*lead, *each.shape[1:]).transpose(1, 2) for each in parts)
+    made = F.scaled_dot_product_attention(query, key, value, **setting).transpose(1, 2)
+    rows = made.reshape(-1, *made.shape[2:])
+    if not made.is_contiguous():  # a copy
+        name_at_once(rows)
+    return rows
+
+
+def _num_groups(parts: tuple[torch.Tensor, ...]) -> int:
+    """Of heads: each group has the same share of query, key and value, which are rows x heads x width."""
+    heads = [each.shape[1] for each in parts]
+    return next(count for count in range(_MOST_GROUPS, 0, -1) if not any(each % count for each in heads))
+
+
+def _nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same but for roundings."""
+    if _same_bits(one, other):
+        return True
+    largest = one.abs().max().double()
+    limit = float(largest) * _ROUNDINGS * torch.finfo(one.dtype).eps
+    is_close = torch.isclose(one.double(), other.double(), rtol=0.0, atol=limit, equal_nan=True)
+    return float((~is_close).double().mean()) <= _SHARE_THAT_DIFFERS
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

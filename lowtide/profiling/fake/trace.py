@@ -39,7 +39,6 @@ from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.blocks import REPEAT
 from lowtide.loss.layers import layer_rows_of
-from lowtide.loss.mlp import mlp_rows_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.fake.expand_layers import Expanded, expand
 from lowtide.profiling.fake.fake_model import (
@@ -58,7 +57,7 @@ from lowtide.profiling.fake.fake_model import (
     skipping,
     without_numbers,
 )
-from lowtide.profiling.fake.roofline import op_seconds
+from lowtide.profiling.fake.roofline import op_seconds, workspace_bytes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
 from lowtide.profiling.saved_tensors import fake_stash
@@ -226,7 +225,6 @@ def trace(
         ),
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
-        mlp_rows=mlp_rows_of(model),
         layer_rows=layer_rows_of(model),
     )
     del expanded
@@ -250,6 +248,8 @@ class _Roofline:
         self._hardware = hardware
         self._layers = layers
         self._price = price
+        self.workspaces: list[tuple[int, int]] = []
+        """(operator, bytes) of the kernels that take memory for themselves, once the step is over."""
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, None]:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -268,6 +268,9 @@ class _Roofline:
         return call
 
     def settle(self, column: list[OpCall]) -> list[float]:
+        if not self._hardware.name.startswith("cpu"):
+            found = ((number, workspace_bytes(call)) for number, call in enumerate(column))
+            self.workspaces = [(number, nbytes) for number, nbytes in found if nbytes]
         if self._price is not None:
             seconds = self._price(column, self._layers, self._hardware)
         else:
@@ -345,6 +348,7 @@ def _trace(
             if isinstance(error.__cause__, _LOOKS_AT_VALUES):
                 raise _depends_on_data(recorder, error.__cause__) from error
             raise
+    recorded.ops.temporary += clock.workspaces
     nodes, recipes = with_recipes(recorded)
     return expand(recorded, nodes, recipes.alone, setting.runs), recorder.watch.batch
 
