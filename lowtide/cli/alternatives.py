@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
@@ -131,6 +131,8 @@ class AskedStep:
     hardware: Hardware
     budget_bytes: int
     say: Callable[[str], None]
+    known_flops: float | None = None
+    """Of the products of forward and backward, where they need not be counted."""
 
     @functools.cached_property
     def plain(self) -> Profile:
@@ -140,6 +142,8 @@ class AskedStep:
     @functools.cached_property
     def flops(self) -> float:
         """Of the products of forward and backward."""
+        if self.known_flops is not None:
+            return self.known_flops
         return sum(self._traced(counting(self.hardware)).op_seconds)
 
     def _traced(self, hardware: Hardware) -> Profile:
@@ -162,15 +166,14 @@ class AskedStep:
         played = play_setting(Setting(lines=(), layers=layers), self.plain, link=self.hardware.link)
         return played.peak_bytes, played.step_seconds
 
-    def of_plan(self, plan: Plan, name: str = _LOWTIDE, elsewhere_bytes: int = 0) -> Alternative:
-        """The row of lowtide's plan, its proofs of recipes included. `elsewhere_bytes`: of state that it does not
-        place."""
+    def of_plan(self, plan: Plan, name: str = _LOWTIDE) -> Alternative:
+        """The row of lowtide's plan, its proofs of recipes included."""
         assert plan.predicted is not None
         swapped = sum(site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP)
         moved = 0 if plan.optimizer is None else plan.optimizer.moved_bytes or 0
         found = plan.predicted
         seconds = found.step_seconds + found.check_seconds
-        return self._row(name, found.peak_bytes, seconds, host_bytes=swapped + moved + elsewhere_bytes)
+        return self._row(name, found.peak_bytes, seconds, host_bytes=swapped + moved)
 
     def refused(self, error: BudgetError, name: str = _LOWTIDE) -> Alternative:
         """The row where no plan fits."""
@@ -191,14 +194,8 @@ class AskedStep:
         )
 
 
-class Maker(Protocol):
-    """Gives the plan of a run for the budget, or for another number of bytes."""
-
-    elsewhere_bytes: int
-    """Of state that is elsewhere in the last plan, and that it does not place."""
-
-    def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
-        """Raises `BudgetError`."""
+Maker = Callable[["RunConfig", "int | None"], "Plan"]
+"""Gives the plan of a run for the budget, or for another number of bytes. Raises `BudgetError`."""
 
 
 def counting(hardware: Hardware) -> Hardware:
@@ -233,20 +230,31 @@ def largest(
     rows: list[Alternative] = []
     tries: dict[int, Alternative] = {}
 
+    def asked(size: int) -> AskedStep:
+        grown_run = _grown(run, grown, size)
+        return AskedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
+
+    @functools.cache
+    def a_token() -> tuple[float, float]:
+        small = _UNIT[grown]
+        first, second = (asked(each).flops / each for each in (small, 2 * small))
+        growth = (second - first) / small
+        return first - growth * small, growth
+
     def step_of(size: int) -> AskedStep:
+        """Products grow with the size, and those of attention with its square: two sizes tell all others."""
         if size not in steps:
             say(f"trying a {grown} of {size:,}")
-            steps[size] = AskedStep(
-                run=_grown(run, grown, size), hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None
-            )
+            flops, growth = a_token()
+            steps[size] = dataclasses.replace(asked(size), known_flops=(flops + growth * size) * size)
         return steps[size]
 
     def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
-        step, make = step_of(size or unit), makes[name]
-        try:
-            row = step.of_plan(make(step.run, None), name, make.elsewhere_bytes)
-        except BudgetError as refused:
-            row = step.refused(refused, name)
+        step = step_of(size or unit)
+        if error is not None and error.floor_bytes > budget_bytes:
+            row = step.refused(error, name)
+        else:
+            row = step.of_plan(makes[name](step.run, None), name)
         return dataclasses.replace(_at(row, size), set_by="" if error is None else error.set_by)
 
     def floor_of(name: str, size: int) -> int:
