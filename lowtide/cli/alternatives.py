@@ -131,6 +131,8 @@ class AskedStep:
     hardware: Hardware
     budget_bytes: int
     say: Callable[[str], None]
+    known_flops: float | None = None
+    """Of the products of forward and backward, where they need not be counted."""
 
     @functools.cached_property
     def plain(self) -> Profile:
@@ -140,6 +142,8 @@ class AskedStep:
     @functools.cached_property
     def flops(self) -> float:
         """Of the products of forward and backward."""
+        if self.known_flops is not None:
+            return self.known_flops
         return sum(self._traced(counting(self.hardware)).op_seconds)
 
     def _traced(self, hardware: Hardware) -> Profile:
@@ -226,20 +230,31 @@ def largest(
     rows: list[Alternative] = []
     tries: dict[int, Alternative] = {}
 
+    def asked(size: int) -> AskedStep:
+        grown_run = _grown(run, grown, size)
+        return AskedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
+
+    @functools.cache
+    def a_token() -> tuple[float, float]:
+        small = _UNIT[grown]
+        first, second = (asked(each).flops / each for each in (small, 2 * small))
+        growth = (second - first) / small
+        return first - growth * small, growth
+
     def step_of(size: int) -> AskedStep:
+        """Products grow with the size, and those of attention with its square: two sizes tell all others."""
         if size not in steps:
             say(f"trying a {grown} of {size:,}")
-            steps[size] = AskedStep(
-                run=_grown(run, grown, size), hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None
-            )
+            flops, growth = a_token()
+            steps[size] = dataclasses.replace(asked(size), known_flops=(flops + growth * size) * size)
         return steps[size]
 
     def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
-        step, make = step_of(size or unit), makes[name]
-        try:
-            row = step.of_plan(make(step.run, None), name)
-        except BudgetError as refused:
-            row = step.refused(refused, name)
+        step = step_of(size or unit)
+        if error is not None and error.floor_bytes > budget_bytes:
+            row = step.refused(error, name)
+        else:
+            row = step.of_plan(makes[name](step.run, None), name)
         return dataclasses.replace(_at(row, size), set_by="" if error is None else error.set_by)
 
     def floor_of(name: str, size: int) -> int:

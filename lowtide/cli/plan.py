@@ -47,6 +47,8 @@ _MAX_CURVE_POINTS = 1024
 _MOST_PROFILE_BYTES = 256 * MIB
 _PLACES = ("keep", "swap", "auto")
 _STATE_PLACES = (*_PLACES, "in_backward")
+_Size = tuple[int, int]
+"""Sequences of a micro-batch, and tokens of each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +174,9 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         if args.largest is not None:
             makes = {"lowtide": planner}
             if settled.config.rows is not None and settings.train.grad_accumulation == 1:
-                makes["lowtide, updates in backward"] = _PlanMaker(settled, hardware, waiting, in_backward=True)
+                early = dataclasses.replace(settled.config, optimizer="in_backward")
+                early_settled = dataclasses.replace(settled, config=early)
+                makes["lowtide, updates in backward"] = _PlanMaker(early_settled, hardware, waiting, planner.traced)
             step, rows, tries = alternatives.largest(
                 settings, hardware, settled.budget_bytes, args.largest, makes, say=waiting.say
             )
@@ -235,38 +239,47 @@ def _elsewhere(
 class _PlanMaker:
     """The plan of a run that is traced for it, within the budget, or within another number of bytes."""
 
-    def __init__(self, settled: Settled, hardware: Hardware, waiting: Waiting, *, in_backward: bool = False) -> None:
-        """`in_backward`: with `memory.optimizer: in_backward`, where there is state that can move."""
-        self._budget_bytes, self._hardware, self._waiting = settled.budget_bytes, hardware, waiting
-        self._in_backward, self._config = in_backward, settled.config
-        self._traced: tuple[RunConfig, Profile] | None = None
+    def __init__(
+        self, settled: Settled, hardware: Hardware, waiting: Waiting, traced: dict[_Size, Profile] | None = None
+    ) -> None:
+        self._settled, self._hardware, self._waiting = settled, hardware, waiting
+        self.traced = {} if traced is None else traced
+        """Runs that were traced, by their size: all else of them is the same. Makers of one run share them."""
+        self._last: Profile | None = None
 
     def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
         """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
         from lowtide.cli.run_step import changes_of, trace_run
         from lowtide.planner.plan_profile import plan_profile
 
-        if self._traced is None or self._traced[0] != run:
-            self._traced = run, trace_run(run, self._hardware, say=self._waiting.say)
-        profile = self._traced[1]
-        moved_bytes, host_bytes = profile.state.optimizer_movable, self._config.host_budget
-        if self._in_backward and moved_bytes and (host_bytes is None or host_bytes >= moved_bytes):
-            self._config = dataclasses.replace(self._config, optimizer="in_backward")
+        size = (run.train.batch_size, run.data.sequence_length)
+        if size not in self.traced:
+            self.traced[size] = trace_run(run, self._hardware, say=self._waiting.say)
+        self._last = profile = self.traced[size]
+        config = self._config_for(profile)
         micro_batches = run.train.grad_accumulation
         how: Any = {"link": self._hardware.link, "has_gradients": micro_batches > 1, "num_micro_batches": micro_batches}
         if budget_bytes is not None:
-            return plan_profile(profile, self._config, budget_bytes=budget_bytes, with_suggestions=False, **how)
+            return plan_profile(profile, config, budget_bytes=budget_bytes, with_suggestions=False, **how)
         self._waiting.say("planning")
         how["changes"] = tuple(changes_of(run, self._hardware, profile))
-        return plan_profile(profile, self._config, budget_bytes=self._budget_bytes, **how)
+        return plan_profile(profile, config, budget_bytes=self._settled.budget_bytes, **how)
+
+    def _config_for(self, profile: Profile) -> MemoryConfig:
+        """Without updates in backward where there is no state that can move, or no room for it."""
+        config, movable = self._settled.config, profile.state.optimizer_movable
+        has_room = config.host_budget is None or config.host_budget >= movable
+        if config.optimizer != "in_backward" or (movable and has_room):
+            return config
+        return dataclasses.replace(config, optimizer="keep")
 
     def draw(self, plan: Plan, path: Path) -> None:
         """The report of the last plan."""
         from lowtide.report.report import report_of_plan
 
-        assert self._traced is not None
+        assert self._last is not None
         self._waiting.say("drawing")
-        report = report_of_plan(plan, self._traced[1], self._config, link=self._hardware.link)
+        report = report_of_plan(plan, self._last, self._settled.config, link=self._hardware.link)
         write_report(report, path)
 
 

@@ -48,7 +48,7 @@ MOVES = {"keep": (False,), "swap": (True,), "auto": (False, True)}
 _PLAIN_LOGIT_BYTES, _SLICED_LOGIT_BYTES, _SPREAD_LOGIT_BYTES = 14, 4, 6
 """Of one logit at the worst moment of the loss. Plain: bf16, and in fp32 its log-probability and two gradients. In
 slices of rows: the logit and its gradient in bf16 (loss/cross_entropy.py). Spread over tensor ranks: bf16, and fp32
-that the loss writes over, as in the systems that train so (lowtide's own has 12: loss/parallel.py)."""
+that the loss writes over, as in the systems that train so."""
 _SLICES_BYTES = 4 * 64 * MIB
 """Slices that are alive at once, at most."""
 

@@ -15,7 +15,6 @@
 
       loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit;
                                                # or {rows: 16384}: head and loss in blocks of so many rows
-      mlp: {rows: 16384}                       # MLPs in blocks of so many rows
       optimizer: auto                          # keep | swap | auto | in_backward: where its state is between steps
 
 Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
@@ -70,7 +69,7 @@ class SwapRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksOfRows:
-    """Head and loss, or MLPs, in blocks of rows."""
+    """Head and loss in blocks of rows."""
 
     rows: int
     """Of a block. The bits of steps with more rows depend on it."""
@@ -106,9 +105,6 @@ class MemoryConfig:
     """sliced: the row-wise part of the loss in slices of rows, with the same bits. auto: where the model's loss is one
     that lowtide knows. Absent: auto with a budget, plain without. `rows`: head and loss in blocks of so many rows, so
     that logits never exist whole; the weight's gradient is then the sum of the blocks' (loss/head.py)."""
-    mlp: BlocksOfRows | None = None
-    """MLPs in blocks of so many rows, so that nothing as wide as they are exists for all rows; the gradients of their
-    weights are then the sums of the blocks' (loss/layers.py)."""
     rows: int | None = None
     """The layers, and with them head and loss, in blocks of so many rows: all but attention itself (loss/layers.py).
     The gradients of all weights are then the sums of the blocks'."""
@@ -136,8 +132,6 @@ class MemoryConfig:
             raise FieldError("strict", "true needs a budget to plan for; write e.g. budget: 20GiB")
         if self.rows is not None and self.rows < 2:
             raise FieldError("rows", f"must be 2 or more, not {self.rows}; write e.g. rows: 16384")
-        if self.rows is not None and self.mlp is not None:
-            raise FieldError("mlp", "cannot stand beside rows, which takes MLPs with their layers; leave it out")
         if self.layers == ():
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 
@@ -174,14 +168,13 @@ class MemoryConfig:
     @property
     def slices_loss(self) -> dict[str, Any]:
         """`may`: whether the loss is to be sliced where the model's can be. `must`: it is a mistake where it cannot.
-        `rows`: of the blocks of head and loss. `mlp_rows`, `layer_rows`: of those of MLPs and layers."""
+        `rows`: of the blocks of head and loss. `layer_rows`: of those of layers."""
         rows = self.loss.rows if isinstance(self.loss, BlocksOfRows) else self.rows if self.loss is None else None
         may = rows is not None or self.loss in ("auto", "sliced") or (self.loss is None and self.has_budget)
         return {
             "may": may,
             "must": isinstance(self.loss, BlocksOfRows) or self.loss == "sliced",
             "rows": rows,
-            "mlp_rows": None if self.mlp is None else self.mlp.rows,
             "layer_rows": self.rows,
         }
 

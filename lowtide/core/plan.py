@@ -74,8 +74,6 @@ class Plan:
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
     loss_rows: int | None = None
     """Of a block of head and loss (`memory.loss: {rows: ...}`), on which the bits depend; None: the head is whole."""
-    mlp_rows: int | None = None
-    """Of a block of an MLP (`memory.mlp`), likewise."""
     layer_rows: int | None = None
     """Of a block of a layer (`memory.rows`), likewise."""
     optimizer: OptimizerPlacement | None = None
@@ -116,7 +114,7 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def _rows(self) -> dict[str, int]:
-        rows = {"loss_rows": self.loss_rows, "mlp_rows": self.mlp_rows, "layer_rows": self.layer_rows}
+        rows = {"loss_rows": self.loss_rows, "layer_rows": self.layer_rows}
         return {key: number for key, number in rows.items() if number is not None}
 
     def to_json(self) -> str:
@@ -238,8 +236,6 @@ def _lines_about_rows(plan: Plan) -> Iterator[str]:
         yield f"loss: head and loss in blocks of {plan.loss_rows} rows, {_DECLARED}"
     elif plan.loss != "plain":
         yield _LOSS
-    if plan.mlp_rows is not None:
-        yield f"mlp: in blocks of {plan.mlp_rows} rows, {_DECLARED}"
     if plan.layer_rows is not None:
         yield f"layers: in blocks of {plan.layer_rows} rows but for attention, {_DECLARED}"
 

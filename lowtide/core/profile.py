@@ -177,8 +177,6 @@ class Profile:
     """'sliced' where the loss was taken in slices of rows (`memory.loss`)."""
     loss_rows: int | None = None
     """Of a block of head and loss, where that was asked for."""
-    mlp_rows: int | None = None
-    """Of a block of an MLP, likewise."""
     layer_rows: int | None = None
     """Of a block of a layer, likewise."""
 

@@ -22,7 +22,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import ROWS_STEP, Loss, keeps_bits, saves_memory, sliced_cross_entropy
 from lowtide.loss.head import FORWARD, TANH, Step, head_cross_entropy, why_not_in_blocks
-from lowtide.loss.layers import LAYERS, MLPS, InBlocks, block_rows_of
+from lowtide.loss.layers import LayersInBlocks, layer_rows_of
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     FakeTensor,
@@ -318,15 +318,15 @@ def _sliced_loss_of(model: nn.Module) -> SlicedLoss | None:
 
 
 class AttachedLoss:
-    """What stands in a model for `memory.loss`, `memory.mlp` and `memory.rows`, until `remove()`."""
+    """What stands in a model for `memory.loss` and `memory.rows`, until `remove()`."""
 
-    def __init__(self, loss: LossHandle | None, blocks: Sequence[InBlocks]) -> None:
+    def __init__(self, loss: LossHandle | None, layers: LayersInBlocks | None) -> None:
         self.loss = loss
-        self._blocks = blocks
+        self._layers = layers
 
     def remove(self) -> None:
         """The model's own again. Idempotent."""
-        for each in (self.loss, *self._blocks):
+        for each in (self.loss, self._layers):
             if each is not None:
                 each.remove()
 
@@ -354,21 +354,20 @@ def attach_where(
     may: bool,
     must: bool,
     rows: int | None = None,
-    mlp_rows: int | None = None,
     layer_rows: int | None = None,
 ) -> AttachedLoss | None:
     """The loss in slices, or with `rows` in blocks, if it may be and can be; `must`: raises `ConfigError` where it
-    cannot be. `mlp_rows`, `layer_rows`: MLPs, layers in blocks. None where that is nothing, and for what is in force
-    already."""
+    cannot be. `layer_rows`: layers in blocks. None where that is nothing, and for what is in force already."""
     is_plain = not may or _sliced_loss_of(model) is not None or (not must and why_not(model))
-    asked = ((MLPS, mlp_rows), (LAYERS, layer_rows))
-    blocks = [InBlocks(model, n, kind) for kind, n in asked if n is not None and block_rows_of(model, kind) is None]
+    layers = None
+    if layer_rows is not None and layer_rows_of(model) is None:
+        layers = LayersInBlocks(model, layer_rows)
     try:
         loss = None if is_plain else attach(model, rows)
     except ConfigError:
-        AttachedLoss(None, blocks).remove()
+        AttachedLoss(None, layers).remove()
         raise
-    return AttachedLoss(loss, blocks) if loss is not None or blocks else None
+    return AttachedLoss(loss, layers) if loss is not None or layers is not None else None
 
 
 def why_not(model: nn.Module) -> str:

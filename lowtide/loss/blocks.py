@@ -1,4 +1,5 @@
-"""What works row by row, in blocks of a declared number of rows: the function of autograd that layers and MLPs share.
+"""What works row by row, in blocks of a declared number of rows: blocks, sums and comparisons, which head and layers
+share, and the function of autograd that layers are made of.
 
 Which sum: rows 0 to R-1 are the first block, and so on. Outputs and gradients of inputs are made block by block. The
 gradient of each weight is that of the blocks, each in the dtype that autograd gives it, added up in order in fp32 or
@@ -24,7 +25,6 @@ from typing import Any
 import torch
 
 from lowtide.loss.cross_entropy import slices
-from lowtide.loss.head import DeclaredSum, compare_again
 from lowtide.tensors.private import FakeTensor, top_saved_tensors_hooks
 
 REPEAT = "planning_repeat"
@@ -43,11 +43,11 @@ class RowWise:
     rows: int
     num_inputs: int
     what: str
-    """Its name in messages: 'an MLP in blocks'."""
+    """Its name in messages: 'a layer in blocks'."""
     fix: str
     """What to do where it is refused."""
 
-    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The results for all rows. `tensors`: inputs of as many rows each, and the weights."""
         made: tuple[torch.Tensor, ...] = _InDeclaredBlocks.apply(self, *tensors)
         return made
@@ -61,21 +61,20 @@ class _InDeclaredBlocks(torch.autograd.Function):
         # Casts of one block: the cache of autocast would hold copies of all weights, without a graph.
         ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         results: list[torch.Tensor] = []
-        numbers: list[torch.Tensor] = []
+        numbers = inputs[0].new_empty(num_rows, dtype=torch.int64)
         with torch.autocast(kind, **ctx.autocast, cache_enabled=False):
             for part in declared_blocks(num_rows, work.rows, inputs[0]):
                 made = work.run(part, [each[part] for each in inputs], weights)
                 if not results:
                     results = [each.new_empty((num_rows, *each.shape[1:])) for each in made]
-                    numbers = [each.new_empty(num_rows, dtype=torch.int64) for each in made]
-                for whole, number, block in zip(results, numbers, made, strict=True):
+                for whole, block in zip(results, made, strict=True):
                     whole[part] = block
-                    number[part] = _number_of_rows(block)
+                numbers[part] = _numbers_of_rows(made)
                 del made, block
-        for each in (*results, *numbers):
+        for each in (*results, numbers):
             name_at_once(each)
-        ctx.work, ctx.num_results = work, len(results)
-        ctx.save_for_backward(*inputs, *numbers, *weights)
+        ctx.work = work
+        ctx.save_for_backward(*inputs, numbers, *weights)
         return tuple(results)
 
     @staticmethod
@@ -84,11 +83,10 @@ class _InDeclaredBlocks(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(f"lowtide: a second derivative (create_graph) of {work.what} is not covered; {work.fix}")
         saved, num_inputs = list(ctx.saved_tensors), work.num_inputs
-        inputs, saved = saved[:num_inputs], saved[num_inputs:]
-        numbers, weights = saved[: ctx.num_results], saved[ctx.num_results :]
+        inputs, numbers, weights = saved[:num_inputs], saved[num_inputs], saved[num_inputs + 1 :]
         needs, needs_weights = ctx.needs_input_grad[1 : num_inputs + 1], ctx.needs_input_grad[num_inputs + 1 :]
         kind = inputs[0].device.type
-        again = [torch.empty_like(number) for number in numbers]
+        again = torch.empty_like(numbers)
         of_inputs = [torch.empty_like(each) if need else None for each, need in zip(inputs, needs, strict=True)]
         sums = [DeclaredSum(each.dtype) if need else None for each, need in zip(weights, needs_weights, strict=True)]
         for part in declared_blocks(len(inputs[0]), work.rows, inputs[0]):
@@ -96,21 +94,19 @@ class _InDeclaredBlocks(torch.autograd.Function):
                 given = [_leaf(each[part], need) for each, need in zip(inputs, needs, strict=True)]
                 leaves = [_leaf(each, need) for each, need in zip(weights, needs_weights, strict=True)]
                 made = work.run(part, given, leaves)
-            for number, block in zip(again, made, strict=True):
-                number[part] = _number_of_rows(block.detach())
-            wanted = [each for each in (*given, *leaves) if each is not None and each.requires_grad]
+            again[part] = _numbers_of_rows(made)
+            wanted = [each for each in (*given, *leaves) if each.requires_grad]
             pairs = [(each, of[part]) for each, of in zip(made, of_results, strict=True) if each.requires_grad]
             roots, of_roots = zip(*pairs, strict=True)
             gradients = list(torch.autograd.grad(roots, wanted, of_roots, allow_unused=True))
-            del given, leaves, made, wanted, pairs, roots, of_roots, block
+            del given, leaves, made, wanted, pairs, roots, of_roots
             for whole in of_inputs:
                 if whole is not None:
                     _fill(whole[part], gradients.pop(0))
             for total in sums:
                 if total is not None:
                     _add(total, gradients.pop(0))
-        for number, second in zip(numbers, again, strict=True):
-            compare_again(number, second, work.what, work.fix)
+        compare_again(numbers, again, work.what, work.fix)
         return None, *of_inputs, *(None if total is None else total.result() for total in sums)
 
 
@@ -121,6 +117,30 @@ def _fill(rows: torch.Tensor, gradient: torch.Tensor | None) -> None:
 def _add(total: DeclaredSum, gradient: torch.Tensor | None) -> None:
     if gradient is not None:
         total.add(gradient)
+
+
+def name_at_once(tensor: torch.Tensor) -> None:
+    """Write nothing to a tensor that blocks have filled. A storage bears the name of what wrote to it last, with a
+    number that counts such writes; the blocks of a trace are fewer than those of the step that is planned."""
+    tensor.detach()[:0].zero_()
+
+
+def _leaf(tensor: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
+    return tensor.detach().requires_grad_(needs_gradient)
+
+
+def _numbers_of_rows(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """A whole number for each row, in which all bits of its results are."""
+    values = [each.detach().flatten(1) for each in results]
+    sums = [each.view(_AS_INTEGERS[each.element_size()]).sum(1, dtype=torch.int64) for each in values]
+    return torch.stack(sums).sum(0)
+
+
+def _unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Inside, whoever watches what is saved does not see what one block saves for the moment."""
+    if top_saved_tensors_hooks() is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 def declared_blocks(num_rows: int, rows: int, like: torch.Tensor) -> Iterator[slice]:
@@ -135,12 +155,6 @@ def declared_blocks(num_rows: int, rows: int, like: torch.Tensor) -> Iterator[sl
     _repeat()(like, 1.0)
 
 
-def name_at_once(tensor: torch.Tensor) -> None:
-    """Write nothing to a tensor that blocks have filled. A storage bears the name of what wrote to it last, with a
-    number that counts such writes; the blocks of a trace are fewer than those of the step that is planned."""
-    tensor.detach()[:0].zero_()
-
-
 @functools.lru_cache(maxsize=1)
 def _repeat() -> Any:
     """Registered on first use: who never plans never sees it."""
@@ -153,18 +167,31 @@ def _repeat() -> Any:
     return torch.ops.lowtide.planning_repeat
 
 
-def _leaf(tensor: torch.Tensor | None, needs_gradient: bool) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().requires_grad_(needs_gradient)
+class DeclaredSum:
+    """The declared sum of what blocks give: in order, in fp32 or wider, rounded once."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: of the result."""
+        self._dtype = dtype
+        self._sum: torch.Tensor | None = None
+
+    def add(self, block: torch.Tensor) -> None:
+        """What the next block gives."""
+        if self._sum is None:
+            self._sum = block.to(torch.promote_types(block.dtype, torch.float32))
+        else:
+            self._sum.add_(block)
+
+    def result(self) -> torch.Tensor | None:
+        return None if self._sum is None else self._sum.to(self._dtype)
 
 
-def _number_of_rows(block: torch.Tensor) -> torch.Tensor:
-    """A whole number for each row, in which all bits of the row are."""
-    values = block.flatten(1)
-    return values.view(_AS_INTEGERS[values.element_size()]).sum(1, dtype=torch.int64)
-
-
-def _unwatched() -> contextlib.AbstractContextManager[Any]:
-    """Inside, whoever watches what is saved does not see what one block saves for the moment."""
-    if top_saved_tensors_hooks() is None:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+def compare_again(first: torch.Tensor, again: torch.Tensor, what: str, fix: str) -> None:
+    """RuntimeError unless a second run gave the very bits of the first."""
+    if isinstance(first, FakeTensor) or torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
+        return
+    raise RuntimeError(
+        f"lowtide: {what} gave other values in the backward pass than in the forward pass, so its gradients would be "
+        "those of another step; what it reads changed without a version that counts it, or it does not repeat itself "
+        f"on this device (torch.use_deterministic_algorithms); {fix}"
+    )

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.loss.blocks import DeclaredSum, compare_again, declared_blocks
 from lowtide.loss.cross_entropy import (
     Buffers,
     GivenRows,
@@ -44,7 +45,6 @@ from lowtide.loss.cross_entropy import (
     loss_of_rows,
     name_of,
     rows_of_slice,
-    slices,
     without_autocast,
 )
 from lowtide.tensors.private import FakeTensor, tanh_backward_into
@@ -127,7 +127,7 @@ class _HeadOfRows(torch.autograd.Function):
         picked = hidden.new_empty(len(hidden), dtype=how.slicing.dtype)
         with without_autocast(hidden.device.type):
             logits_of = _Logits(hidden, weight, bias, how)
-            for part in slices(len(hidden), how.rows):
+            for part in declared_blocks(len(hidden), how.rows, hidden):
                 logits = logits_of.make(part)
                 if isinstance(logits, FakeTensor):
                     _trace_rows(logits, how.slicing, is_backward=False)
@@ -146,7 +146,7 @@ class _HeadOfRows(torch.autograd.Function):
         again = torch.empty_like(picked)
         with torch.no_grad(), without_autocast(hidden.device.type):
             logits_of = _Logits(hidden, weight, bias, how)
-            for part in slices(len(hidden), how.rows):
+            for part in declared_blocks(len(hidden), how.rows, hidden):
                 logits = logits_of.make(part, keeps=True)
                 if isinstance(logits, FakeTensor):
                     _trace_rows(logits, how.slicing, is_backward=True)
@@ -231,33 +231,3 @@ FORWARD: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     TANH: lambda logits, _: logits.tanh_(),
 }
 """By the name of a node, what it does, in place."""
-
-
-class DeclaredSum:
-    """The declared sum of what blocks give: in order, in fp32 or wider, rounded once."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype`: of the result."""
-        self._dtype = dtype
-        self._sum: torch.Tensor | None = None
-
-    def add(self, block: torch.Tensor) -> None:
-        """What the next block gives."""
-        if self._sum is None:
-            self._sum = block.to(torch.promote_types(block.dtype, torch.float32))
-        else:
-            self._sum.add_(block)
-
-    def result(self) -> torch.Tensor | None:
-        return None if self._sum is None else self._sum.to(self._dtype)
-
-
-def compare_again(first: torch.Tensor, again: torch.Tensor, what: str, fix: str) -> None:
-    """RuntimeError unless a second run gave the very bits of the first."""
-    if isinstance(first, FakeTensor) or torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
-        return
-    raise RuntimeError(
-        f"lowtide: {what} gave other values in the backward pass than in the forward pass, so its gradients would be "
-        "those of another step; what it reads changed without a version that counts it, or it does not repeat itself "
-        f"on this device (torch.use_deterministic_algorithms); {fix}"
-    )

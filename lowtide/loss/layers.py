@@ -1,5 +1,4 @@
-"""The layers of a model, or its MLPs, in blocks of a declared number of rows: all but attention itself, which takes all
-rows at once.
+"""The layers of a model in blocks of a declared number of rows: all but attention itself, which takes all rows at once.
 
 Why: with logits and MLPs gone, norms, rotary positions and projections set the floor of long sequences, and what each
 layer saves sets what the host must take: 84 KiB a token and layer in Llama-3-8B. Here a layer saves its input, what
@@ -10,19 +9,20 @@ one function of rows, all that it does after it is another (blocks.py); no famil
 block of rows the layer's own forward runs up to the call and stops there, and what the call was given is collected.
 Then attention runs once, on all rows, and autograd sees it as always. For what comes after it the layer's own forward
 runs once more on each block, and the call gives the block's rows of what attention has made.
-A layer that does not call attention is one function of rows, and so are norms beside the layers, and an MLP.
+Attention runs on a group of heads after the other, up to four groups: heads are independent, so bits are those of all
+at once, its kernels take a quarter for themselves, and what they read and give comes and goes by group.
+A layer that does not call attention is one function of rows, and so are norms beside the layers.
 
 Which sum: that of blocks.py, for all weights of a layer. Rows are those of all sequences of a batch, one after the
 other. A batch of one block goes through the model's own forward, and has plain's bits.
 
 Why it is safe: that rows do not talk to each other is tried out in each layer's first forward pass. A few rows run
-three times, with the first one exchanged, and the last one; all others must keep their bits.
+three times, with the first one exchanged, and the last one; all others must keep their bits. And the first and the last
+rows of a whole block must be, but for rounding, what they are alone: a layer that counts places from the beginning of
+what it is given would begin anew in each block.
 Cost: what stands before attention runs four times in a step and not once, the rest of the layer twice; at the lengths
 that this is for, attention takes most of the time. Memory: a block's activations, and an fp32 sum for each weight of
 one layer.
-MLPs alone (`memory.mlp`): once logits are gone (head.py), they set the floor of long sequences. In Llama-3-8B some nine
-tensors of 28 KiB a token are alive in the backward pass of one; here they are for one block of rows. Which MLPs: those
-with the parts of transformers' dense families.
 Refused by name: attention that is not torch's, or has a mask; softmax elsewhere; experts; hooks on parts of a layer;
 caches; arguments that have no row for each token; dropout (where it draws), sharded weights, second derivatives.
 Not covered: rows that talk to each other over more than some rows only.
@@ -31,11 +31,9 @@ Not covered: rows that talk to each other over more than some rows only.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import types
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,75 +44,53 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ConfigError
 from lowtide.loss.blocks import RowWise, name_at_once
-from lowtide.tensors.private import FakeTensor, has_forward_hooks, tree_leaves, tree_map_only
+from lowtide.tensors.private import FakeTensor, base_of, has_forward_hooks, tree_leaves, tree_map_only
 from lowtide.tensors.second_run import CACHE_NAMES, num_cached
 from lowtide.tensors.wrappers import is_distributed
 
-_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
-"""Of an MLP."""
+_FIX = "leave memory.rows out"
+_WHAT = "a layer in blocks"
 _NUM_TRIED = 8
+_ROUNDINGS = 32
+"""In steps of the dtype at the largest number: what another order of sums changes at most."""
+_SHARE_THAT_DIFFERS = 1 / 16
+"""Of the numbers of a few rows, beyond roundings: not by chance."""
+_MOST_GROUPS = 4
 _SETTING = ("attn_mask", "dropout_p", "is_causal")
 """The arguments of attention after query, key and value that may be given by place."""
 _PLAIN = (bool, int, float, str, type(None))
-Refusal = Callable[[str], ConfigError]
-"""Makes the error for one module, from the reason."""
 _SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What is taken in blocks, in words: the key that asks for it, what there is none of, and its name."""
+class LayersInBlocks:
+    """The layers of a model, and norms beside them, in blocks of `rows`, until `remove()`. Raises `ConfigError` where
+    there is none, and for layers that are known not to be functions of rows."""
 
-    key: str
-    lacks: str
-    what: str
-
-    @property
-    def fix(self) -> str:
-        return f"leave {self.key} out"
-
-    def refusal(self, name: str, reason: str) -> ConfigError:
-        """For the module `name`."""
-        return ConfigError(f"{self.key}: '{name}' cannot be taken in blocks of rows: {reason}; {self.fix}")
-
-
-LAYERS = _Kind("memory.rows", "no layers in a torch.nn.ModuleList, which could", "a layer in blocks")
-MLPS = _Kind("memory.mlp", f"no MLP with {', '.join(_PARTS)}, which can", "an MLP in blocks")
-
-
-class InBlocks:
-    """The layers of a model and norms beside them, or its MLPs, in blocks of `rows`, until `remove()`. Raises
-    `ConfigError` where there is none, and for those that are known not to be functions of rows."""
-
-    def __init__(self, model: nn.Module, rows: int, kind: _Kind = LAYERS) -> None:
+    def __init__(self, model: nn.Module, rows: int) -> None:
         self.rows = rows
-        self._modules = _layers_of(model) if kind is LAYERS else _mlps_of(model)
-        if not self._modules:
+        self._layers = _layers_of(model)
+        if not self._layers:
             raise ConfigError(
-                f"{kind.key}: {type(model).__name__} has {kind.lacks} be taken in blocks of rows; {kind.fix}"
+                f"memory.rows: {type(model).__name__} has no layers in a torch.nn.ModuleList, which could be taken in "
+                f"blocks of rows; {_FIX}"
             )
-        for name, module in self._modules.items():
-            if reason := _why_not(module):
-                raise kind.refusal(name, reason)
-        for name, module in self._modules.items():
-            module.forward = _LayerInBlocks(functools.partial(kind.refusal, name), module, rows, kind)
+        for name, layer in self._layers.items():
+            if reason := _why_not(layer):
+                raise _refusal(name, reason)
+        for name, layer in self._layers.items():
+            layer.forward = _LayerInBlocks(name, layer, rows)
 
     def remove(self) -> None:
         """The model's own forward again, where nobody has set another since."""
-        for module in self._modules.values():
-            if isinstance(vars(module).get("forward"), _LayerInBlocks):
-                del module.forward
+        for layer in self._layers.values():
+            if isinstance(vars(layer).get("forward"), _LayerInBlocks):
+                del layer.forward
 
 
-def block_rows_of(model: nn.Module, kind: _Kind = LAYERS) -> int | None:
-    """The rows of a block of a layer, or of an MLP, where they are in force."""
+def layer_rows_of(model: nn.Module) -> int | None:
+    """The rows of a block of a layer, where they are in force."""
     forwards = (vars(module).get("forward") for module in model.modules())
-    found = (each for each in forwards if isinstance(each, _LayerInBlocks) and each.kind is kind)
-    return next((each.rows for each in found), None)
-
-
-def _mlps_of(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if all(hasattr(module, part) for part in _PARTS)}
+    return next((forward.rows for forward in forwards if isinstance(forward, _LayerInBlocks)), None)
 
 
 def _layers_of(model: nn.Module) -> dict[str, Any]:
@@ -144,13 +120,16 @@ def _why_not(layer: Any) -> str:
     return ""
 
 
-class _LayerInBlocks:
-    """The forward of one layer, or of an MLP. `refusal` makes the error that says why it cannot be taken so."""
+def _refusal(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"memory.rows: '{name}' cannot be taken in blocks of rows: {reason}; {_FIX}")
 
-    def __init__(self, refusal: Refusal, layer: Any, rows: int, kind: _Kind) -> None:
+
+class _LayerInBlocks:
+    """The forward of one layer."""
+
+    def __init__(self, name: str, layer: Any, rows: int) -> None:
         self.rows = rows
-        self.kind = kind
-        self._refusal = refusal
+        self._name = name
         self._layer = layer
         self._body = _Body(layer)
         self._is_tried = False
@@ -162,10 +141,10 @@ class _LayerInBlocks:
             return type(self._layer).forward(self._layer, *args, **kwargs)
         if getattr(self._layer, "gradient_checkpointing", False) and self._layer.training:
             # Of transformers' layers the class's own forward is the checkpoint, and would hold each block.
-            raise self._refusal("transformers checkpoints it (call model.gradient_checkpointing_disable())")
+            raise _refusal(self._name, "transformers checkpoints it (call model.gradient_checkpointing_disable())")
         if not isinstance(x, torch.Tensor) or is_distributed(x):
-            raise self._refusal("its first argument is no ordinary tensor")
-        given = _Given(self._refusal, x, args, self._without_cache(kwargs))
+            raise _refusal(self._name, "its first argument is no ordinary tensor")
+        given = _Given(self._name, x, args, self._without_cache(kwargs))
         hidden = x.reshape(-1, x.shape[-1])
         before = self._look(given, hidden)
         weights = dict(self._body.named_parameters())
@@ -173,22 +152,21 @@ class _LayerInBlocks:
         rest = [name for name, weight in weights.items() if id(weight) in before.read_after]
 
         def run_first(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
-            return self._run(given, part, inputs[0], dict(zip(first, leaves, strict=True))).rows_given()
+            parts = self._run(given, part, inputs[0], dict(zip(first, leaves, strict=True))).rows_given()
+            groups = zip(*(each.chunk(_num_groups(parts), 1) for each in parts), strict=True)
+            return tuple(each for group in groups for each in group)
 
         def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
-            seam = self._run(given, part, inputs[0], dict(zip(rest, leaves, strict=True)), *inputs[1:])
-            return (_rows_of(self._refusal, seam.result, given.is_batched),)
+            made = torch.cat(inputs[1:], 1) if len(inputs) > 1 else None
+            seam = self._run(given, part, inputs[0], dict(zip(rest, leaves, strict=True)), made)
+            return (_rows_of(self._name, seam.result, given.is_batched),)
 
-        inputs, how = [hidden], (self.kind.what, self.kind.fix)
+        inputs = [hidden]
         if before.given is not None:
-            parts = RowWise(run_first, self.rows, 1, *how)(hidden, *(weights[name] for name in first))
-            query, key, value = (each.view(*given.lead, *each.shape[1:]).transpose(1, 2) for each in parts)
-            made = F.scaled_dot_product_attention(query, key, value, **before.setting)
-            made = made.transpose(1, 2)
-            inputs.append(made.reshape(-1, *made.shape[2:]))
-            if not made.is_contiguous():  # a copy
-                name_at_once(inputs[1])
-        (out,) = RowWise(run_rest, self.rows, len(inputs), *how)(*inputs, *(weights[name] for name in rest))
+            parts = RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first))
+            groups = [parts[start : start + 3] for start in range(0, len(parts), 3)]
+            inputs += [_attend(given.lead, group, before.setting) for group in groups]
+        (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
         return before.output_like(out.view(*given.lead, *out.shape[1:]))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -199,7 +177,7 @@ class _LayerInBlocks:
         """Without an empty cache of keys and values, which models in training are given by default."""
         caches = [name for name in CACHE_NAMES if kwargs.get(name) is not None]
         if any(num_cached(self._layer, kwargs[name]) for name in caches):
-            raise self._refusal(f"its {caches[0]} already holds tokens")
+            raise _refusal(self._name, f"its {caches[0]} already holds tokens")
         if caches:
             warnings.warn(
                 f"lowtide: layers in blocks do not fill {', '.join(caches)}; set use_cache=False to say so yourself.",
@@ -214,32 +192,41 @@ class _LayerInBlocks:
         args, kwargs = given.of_block(part, block)
         if made is not None:
             made = made[None].transpose(1, 2)
-        with _Seam(self._refusal, made) as seam, contextlib.suppress(_StopError):
+        with _Seam(self._name, made) as seam, contextlib.suppress(_StopError):
             seam.result = torch.func.functional_call(self._body, weights, args, kwargs)
         return seam
 
     def _look(self, given: _Given, hidden: torch.Tensor) -> _Seen:
         """What the layer does with its first rows. Raises `ConfigError` where these talk to each other."""
         num_rows = min(_NUM_TRIED, len(hidden))
-        rows = hidden[:num_rows].detach()
+        first, hidden = slice(0, num_rows), hidden.detach()
+        rows = hidden[first]
         kind = rows.device.type
         cast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         with torch.no_grad(), torch.autocast(kind, **cast, cache_enabled=False):
-            seen = self._look_at(given, rows)
+            seen = self._look_at(given, rows, first)
+            if not seen.needing <= {id(weight) for weight in self._body.parameters()}:
+                raise _refusal(self._name, "it reads a tensor that needs a gradient and is none of its parameters")
             if self._is_tried or isinstance(rows, FakeTensor):
                 return seen
             for other, others in ((0, slice(1, None)), (num_rows - 1, slice(0, num_rows - 1))):
                 changed = rows.clone()
                 changed[other] = 1 - changed[other]
-                again = self._look_at(given, changed)
+                again = self._look_at(given, changed, first)
                 pairs = zip(seen.results, again.results, strict=True)
                 if not all(_same_bits(a[others], b[others]) for a, b in pairs):
-                    raise self._refusal("what it gives for a row depends on other rows")
+                    raise _refusal(self._name, "what it gives for a row depends on other rows")
+            block = slice(0, max(self.rows, num_rows))
+            last = slice(max(1, block.stop - num_rows), block.stop)
+            whole = self._look_at(given, hidden[block], block)
+            for part, alone in ((first, seen), (last, self._look_at(given, hidden[last], last))):
+                pairs = zip(whole.results, alone.results, strict=True)
+                if not all(_nearly(a[part], b) for a, b in pairs):
+                    raise _refusal(self._name, "what it gives for a row depends on the other rows of its block")
         self._is_tried = True
         return seen
 
-    def _look_at(self, given: _Given, rows: torch.Tensor) -> _Seen:
-        part = slice(0, len(rows))
+    def _look_at(self, given: _Given, rows: torch.Tensor, part: slice) -> _Seen:
         before = self._run(given, part, rows, {})
         after = before
         results: list[torch.Tensor] = []
@@ -251,13 +238,14 @@ class _LayerInBlocks:
             made = rows.repeat(1, -(-heads * width // rows.shape[1]))[:, : heads * width].to(value.dtype)
             after = self._run(given, part, rows, {}, made.reshape(-1, heads, width))
             if before.setting.get("attn_mask") is not None:
-                raise self._refusal("its attention has a mask")
-        results.append(_rows_of(self._refusal, after.result, given.is_batched))
+                raise _refusal(self._name, "its attention has a mask")
+        results.append(_rows_of(self._name, after.result, given.is_batched))
         return _Seen(
             given=before.given,
             setting=before.setting,
             read_before=before.read,
             read_after=after.read_after,
+            needing=before.needing | after.needing,
             results=results,
             result=after.result,
         )
@@ -275,6 +263,8 @@ class _Seen:
     """Tensors that were read up to attention."""
     read_after: set[int]
     """And after it, or all where there is none."""
+    needing: set[int]
+    """Tensors that were read and need a gradient; of views what they are views of."""
     results: list[torch.Tensor]
     """What was given to attention, and what the layer gave, by rows."""
     result: Any
@@ -315,13 +305,13 @@ class _Argument:
 class _Given:
     """The arguments of a call, by rows. `x`: the hidden states."""
 
-    def __init__(self, refusal: Refusal, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._refusal = refusal
+    def __init__(self, name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._name = name
         self.lead = x.shape[:-1]
         self.is_batched = x.ndim > 2
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-                raise refusal(f"it is given a {type(leaf).__name__} (for a cache: pass use_cache=False)")
+                raise _refusal(name, f"it is given a {type(leaf).__name__} (for a cache: pass use_cache=False)")
         self._tree = tree_map_only(
             torch.Tensor, lambda each: _Argument(None if each is x else self._rows_of(each)), (args, kwargs)
         )
@@ -339,9 +329,11 @@ class _Given:
     def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         lead, rest = tensor.shape[: len(self.lead)], tensor.shape[len(self.lead) :]
         if lead != self.lead and lead != (1, *self.lead[1:]):
-            raise self._refusal(f"it is given a tensor of shape {tuple(tensor.shape)}, which has no row for each token")
+            raise _refusal(
+                self._name, f"it is given a tensor of shape {tuple(tensor.shape)}, which has no row for each token"
+            )
         if tensor.requires_grad:
-            raise self._refusal("it is given a second tensor that needs a gradient")
+            raise _refusal(self._name, "it is given a second tensor that needs a gradient")
         return tensor.reshape(-1, *rest)
 
 
@@ -352,31 +344,35 @@ class _StopError(Exception):
 class _Seam(TorchFunctionMode):
     """Stands where a layer calls attention. `made`: what the call gives; None: the layer stops there."""
 
-    def __init__(self, refusal: Refusal, made: torch.Tensor | None) -> None:
+    def __init__(self, name: str, made: torch.Tensor | None) -> None:
         super().__init__()
-        self._refusal = refusal
+        self._name = name
         self._made = made
         self.given: tuple[torch.Tensor, ...] | None = None
         self.setting: dict[str, Any] = {}
         self.result: Any = None
         self.read: set[int] = set()
-        """Tensors that were read up to attention, by id: those of them that are weights live as long as the layer. In a
-        block of something larger these are no `nn.Parameter`s."""
+        """Tensors that were read up to attention, by id: those of them that are weights live as long as the layer."""
         self.read_after: set[int] = self.read
+        self.needing: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             if func is F.dropout and (share := _dropped_by(args, kwargs)) is not None:
-                raise self._refusal(f"it drops out at random (p = {share})")
+                raise _refusal(self._name, f"it drops out at random (p = {share})")
             if func in _SOFTMAX:
-                raise self._refusal(
-                    "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
+                raise _refusal(
+                    self._name, "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
                 )
-            self.read_after.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.read_after.update(id(each) for each in tensors if isinstance(each, nn.Parameter))
+            if func.__name__ != "__get__":  # of an attribute, such as a dtype
+                bases = [(each, base_of(each)) for each in tensors if each.requires_grad]
+                self.needing.update(id(each if base is None else base) for each, base in bases)
             return func(*args, **kwargs)
         if self.given is not None:
-            raise self._refusal("it calls attention twice")
+            raise _refusal(self._name, "it calls attention twice")
         named = {**dict(zip(("query", "key", "value", *_SETTING), args, strict=False)), **kwargs}
         self.given = tuple(named.pop(each) for each in ("query", "key", "value"))
         self.setting = named
@@ -388,7 +384,7 @@ class _Seam(TorchFunctionMode):
     def rows_given(self) -> tuple[torch.Tensor, ...]:
         """What attention was given, by rows."""
         if self.given is None:
-            raise self._refusal("it calls attention for some rows only")
+            raise _refusal(self._name, "it calls attention for some rows only")
         return tuple(each.transpose(1, 2).flatten(0, 1) for each in self.given)
 
 
@@ -398,11 +394,37 @@ def _dropped_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     return named["p"] if named["p"] and named["training"] else None
 
 
-def _rows_of(refusal: Refusal, result: Any, is_batched: bool) -> torch.Tensor:
+def _rows_of(name: str, result: Any, is_batched: bool) -> torch.Tensor:
     out = result if isinstance(result, torch.Tensor) else result[0]
     if not isinstance(result, torch.Tensor) and any(each is not None for each in result[1:]):
-        raise refusal("it gives more than one tensor")
+        raise _refusal(name, "it gives more than one tensor")
     return out[0] if is_batched else out
+
+
+def _attend(lead: torch.Size, parts: tuple[torch.Tensor, ...], setting: dict[str, Any]) -> torch.Tensor:
+    """What attention gives for a group of heads, by rows. `parts`: its query, key and value, likewise."""
+    query, key, value = (each.view(*lead, *each.shape[1:]).transpose(1, 2) for each in parts)
+    made = F.scaled_dot_product_attention(query, key, value, **setting).transpose(1, 2)
+    rows = made.reshape(-1, *made.shape[2:])
+    if not made.is_contiguous():  # a copy
+        name_at_once(rows)
+    return rows
+
+
+def _num_groups(parts: tuple[torch.Tensor, ...]) -> int:
+    """Of heads: each group has the same share of query, key and value, which are rows x heads x width."""
+    heads = [each.shape[1] for each in parts]
+    return next(count for count in range(_MOST_GROUPS, 0, -1) if not any(each % count for each in heads))
+
+
+def _nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same but for roundings."""
+    if _same_bits(one, other):
+        return True
+    largest = one.abs().max().double()
+    limit = float(largest) * _ROUNDINGS * torch.finfo(one.dtype).eps
+    is_close = torch.isclose(one.double(), other.double(), rtol=0.0, atol=limit, equal_nan=True)
+    return float((~is_close).double().mean()) <= _SHARE_THAT_DIFFERS
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -245,7 +245,6 @@ def _plan_of(
         check=config.check,
         loss=question.profile.loss,
         loss_rows=question.profile.loss_rows,
-        mlp_rows=question.profile.mlp_rows,
         layer_rows=question.profile.layer_rows,
         budget_bytes=budget_bytes,
         predicted=prediction,

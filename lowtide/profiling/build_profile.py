@@ -103,7 +103,6 @@ def profile_of(
     state: StateBytes,
     loss: str = "plain",
     loss_rows: int | None = None,
-    mlp_rows: int | None = None,
     layer_rows: int | None = None,
 ) -> Profile:
     """The profile of a traced step."""
@@ -130,7 +129,6 @@ def profile_of(
         num_collectives=sum(call.is_collective for call in trace.ops.calls),
         loss=loss,
         loss_rows=loss_rows,
-        mlp_rows=mlp_rows,
         layer_rows=layer_rows,
     )
 

@@ -26,7 +26,7 @@ from lowtide.core.recipe import Recipe
 from lowtide.engines.device_ops import TorchDevice
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
-from lowtide.loss.layers import MLPS, block_rows_of
+from lowtide.loss.layers import layer_rows_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
@@ -156,8 +156,7 @@ def observe(
         state=dataclasses.replace(state, rounding=rounding, fingerprint=fingerprint),
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
-        mlp_rows=block_rows_of(model, MLPS),
-        layer_rows=block_rows_of(model),
+        layer_rows=layer_rows_of(model),
     )
 
 

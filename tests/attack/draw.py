@@ -24,10 +24,10 @@ from torch import nn
 from lowtide.errors import BudgetError, ConfigError
 from tests.attack import chosen, classes, moody, ordinary
 from tests.attack.classes import CHANGE, CLASSES, COUNTED_CORES, NOT_YET
-from tests.attack.habits import CORES, LEAN_CORES, SIDES, WORD_SIDES, Run, own_process_state
+from tests.attack.habits import CORES, LEAN_CORES, RARE_SIDES, SIDES, WORD_SIDES, Run, own_process_state
 from tests.attack.models import TRAITS, ModelDraw, build
 from tests.attack.now import TOKENS, WAYS
-from tests.attack.plans import KINDS, WITH_BUDGET, Broken, OverBudget, PlainRig, rig_for
+from tests.attack.plans import KINDS, WITH_BUDGET, Broken, OverBudget, PlainRig, RowsRig, rig_for
 from tests.attack.traces import Trace, process_state
 from tests.attack.words import SAMPLES, WordLoss, drawn_loss
 
@@ -38,16 +38,22 @@ SEES_ALL = frozenset({"keep", "swap", "solved"})
 `.data`, and state that only functions further down know of, such as our global numbers."""
 
 
-_ALL_SIDES = {**SIDES, **WORD_SIDES, **classes.SIDES}
+_ALL_SIDES = {**SIDES, **RARE_SIDES, **WORD_SIDES, **classes.SIDES}
 _ALL_CORES = {**CORES, **classes.CORES}
 
 STATES = ("stays", "step", "backward", "in_backward", "auto", "mapped", "by plan")
 """Of `lowtide.swap_optimizer` the ways to overlap, or tier 'mapped'; or where a plan has it (`memory.optimizer`)."""
+EARLY_BY_PLAN = "in_backward by plan"
+"""`memory.optimizer: in_backward`: of half the draws in which a plan has the state."""
 WEIGHTS = ("weights", "weights in_backward")
 """Weights are elsewhere too (`lowtide.swap_weights`), with its two ways to update."""
-NOT_SIDES = {"in_backward": ("averages", "clips", "gradient_hooks")}
-NOT_CORES = {"in_backward": ("accumulate", "failing_backward", "in_closure", "in_flight", "retained")}
-"""What docs/optimizer.md leaves out: several backward passes, and what is looked at between the pass and the step."""
+NOT_SIDES = ("averages", "clips", "gradient_hooks", "writes_gradients")
+NOT_CORES = ("accumulate", "failing_backward", "in_closure", "in_flight", "retained")
+"""What docs/optimizer.md leaves out of updates in backward: several backward passes, and what is looked at between the
+pass and the step."""
+_ROW_BLOCKS = ("pointwise", "gated", "own_norm", "nested", "casts", "tied")
+_BLOCKS_TO_REFUSE = ("attention", "in_place", "placed", "lent")
+"""In some of their forms."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Draw:
     """Where the optimizer's state is: see `STATES`; and `WEIGHTS`."""
     fault: str = ""
     """Of `CLASSES`: the draw is made for it, and ordinary otherwise."""
+    rows: int = 0
+    """Of `memory.rows`: layers, and head and loss, are in blocks; 0: they are whole."""
 
     @property
     def is_lean(self) -> bool:
@@ -79,6 +87,17 @@ class Draw:
     def slices_loss(self) -> bool:
         """Whether its model has a loss that `memory.loss` can slice."""
         return self.model.words is not None and self.model.words.place in ("function", "masked")
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether backward has updated the model when it ends."""
+        return "in_backward" in self.state
+
+    def truth_rig(self) -> PlainRig:
+        """What the plan must be equal to: plain, or the declared rows without a plan where there are several blocks."""
+        num_rows = self.num_samples * TOKENS
+        is_one_block = self.rows >= num_rows and not {"sizes", "lengths"} & set(self.sides)
+        return PlainRig() if not self.rows or is_one_block else RowsRig(self.rows)
 
     def to_text(self) -> str:
         """One line, to be read by `from_text`."""
@@ -104,7 +123,8 @@ class Draw:
         return (
             f"seed {self.seed}: {layers}; traits {', '.join(sorted(self.model.traits)) or 'none'}; "
             f"{'own loss; ' if self.model.own_loss else ''}{words}numbers {self.way}; {self.core}"
-            f"{''.join(' + ' + side for side in self.sides)}; {self.optimizer}, state {self.state}; plan {self.plan}; "
+            f"{''.join(' + ' + side for side in self.sides)}; {self.optimizer}, state {self.state}; plan {self.plan}"
+            f"{f' in blocks of {self.rows} rows' if self.rows else ''}; "
             f"engine {self.engine}; {self.num_steps} steps of {self.num_samples} samples"
         )
 
@@ -121,7 +141,7 @@ class Draw:
             side.start(run)
         run.optimizer_steps = self.core != "searching"
         run.play = lambda step: _step(self, run, step)
-        trace.sees_gradients = self.state != "in_backward"  # it has used them
+        trace.sees_gradients = not self.state.startswith("in_backward")  # it has used them
         seed_all(self.seed + 1)
         return run
 
@@ -183,17 +203,37 @@ def any_draw(seed: int) -> Draw:
     if state == "stays" and optimizer != "lbfgs" and Random(f"{seed} weights").random() < 0.25:
         state = Random(f"{seed} weights").choice(WEIGHTS)
     if state == "by plan":
+        state = Random(f"{seed} early").choice((state, EARLY_BY_PLAN))
         layers = (*layers, (("wide", 0),))
         optimizer = "momentum" if optimizer == "sgd" else optimizer  # which has no state
     model = ModelDraw(layers, traits, own_loss)
     # What changes in a few elements shows in any sample of a small tensor, and in few samples of a large one.
     num_samples = r.choice((4, 4, 4, 64))
-    sides = tuple(side for side in sides if side not in NOT_SIDES.get(state.removeprefix("weights "), ()))
-    if core in NOT_CORES.get(state.removeprefix("weights "), ()):
-        core = "plain"
+    rare = Random(f"{seed} rare")
+    sides += ("writes_gradients",) if rare.random() < 0.05 else ()
+    sides += ("freezes_between",) if state != "stays" and "freezes_between" not in sides and rare.random() < 0.1 else ()
     draw = Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples, state=state)
+    if draw.updates_early:
+        sides = tuple(side for side in sides if side not in NOT_SIDES)
+        draw = dataclasses.replace(draw, sides=sides, core="plain" if core in NOT_CORES else core)
     words = drawn_loss(seed, is_inside=plan in WITH_BUDGET)
-    return draw if words is None else _with_words(draw, words)
+    draw = draw if words is None else _with_words(draw, words)
+    return with_rows(draw) if rare.random() < 0.08 else draw
+
+
+def with_rows(draw: Draw) -> Draw:
+    """The same with layers as in Llama, and these in blocks of rows. The numbers of a step are in attributes: layers in
+    blocks are given tensors alone."""
+    r = Random(f"{draw.seed} rows")
+    others = _ROW_BLOCKS if r.random() < 0.8 else _BLOCKS_TO_REFUSE
+    pool = [[("heads", r.randrange(1000)), (r.choice(others), r.randrange(1000))] for _ in range(2)]
+    pool += [[(r.choice(_ROW_BLOCKS), r.randrange(1000))]]
+    layers = tuple(tuple(r.sample(layer, len(layer))) for layer in r.choices(pool, k=r.choice((2, 3))))
+    layers += tuple(layer for layer in draw.model.layers if layer[0][0] == "wide")
+    model = dataclasses.replace(draw.model, layers=layers, traits=draw.model.traits - {"keywords", "shared_list"})
+    state = "stays" if draw.state in WEIGHTS else draw.state  # which have the layers' forward already
+    rows = max(2, draw.num_samples * TOKENS // r.choice((9, 7, 5, 3, 2, 1))) if r.random() < 0.9 else 10_000
+    return dataclasses.replace(draw, model=model, way="attribute", state=state, rows=rows)
 
 
 def _with_words(draw: Draw, words: WordLoss) -> Draw:
@@ -340,14 +380,14 @@ def _step(draw: Draw, run: Run, step: int) -> None:
             _ALL_CORES[draw.core](run, step)
     else:
         _ALL_CORES[draw.core](run, step)
-    if not draw.state.endswith("in_backward"):  # there the backward pass has updated the model already
+    if not draw.updates_early:  # there the backward pass has updated the model already
         run.trace.note_model(f"{step}", run.model)
     run.trace.note_random(f"{step}")
     for side in run.sides:
         side.after(run, step)
     if run.optimizer_steps:
         run.optimizer.step()
-        if draw.state.endswith("in_backward"):
+        if draw.updates_early:
             run.trace.note_model(f"{step}", run.model)
         run.optimizer.zero_grad(set_to_none=not getattr(run, "zeroes_in_place", False))
     run.trace.note_weights(f"{step}", run.model, run.optimizer)
@@ -355,7 +395,7 @@ def _step(draw: Draw, run: Run, step: int) -> None:
 
 def judge(draw: Draw) -> Verdict:
     """Run a draw plain and under its plan."""
-    truth = train(draw, PlainRig())
+    truth = train(draw, draw.truth_rig())
     try:
         with own_process_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -397,7 +437,7 @@ def judge(draw: Draw) -> Verdict:
 def _verdict(draw: Draw, truth: Outcome, got: Outcome) -> Verdict:
     different = got.trace.differences(truth.trace, is_part=got.error is not None, is_truth_part=truth.error is not None)
     if different:
-        again = train(draw, PlainRig())
+        again = train(draw, draw.truth_rig())
         if again.trace.differences(truth.trace):
             return Verdict("unrepeatable", "plain differs from plain: " + ", ".join(different[:3]))
         what = f"{len(different)} of {len(truth.trace.seen)} values, first: {', '.join(different[:4])}"

@@ -804,6 +804,22 @@ SIDES: dict[str, type[Side]] = {
 }
 
 
+class WritesGradients(Side):
+    """Behind autograd's back, between backward and step."""
+
+    is_lean = True
+
+    def after(self, run: Run, step: int) -> None:
+        r = run.random("writes gradients", step)
+        there = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        for gradient in r.sample(there, min(2, len(there))):
+            if r.random() < 0.5:
+                gradient.data.mul_(0.5)
+            else:
+                gradient.data.view(-1)[r.randrange(gradient.numel())] += 0.25
+
+
+RARE_SIDES: dict[str, type[Side]] = {"writes_gradients": WritesGradients}
 WORD_SIDES: dict[str, type[Side]] = {
     "reads_logits": ReadsLogits,
     "writes_logits": WritesLogits,

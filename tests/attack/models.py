@@ -19,7 +19,7 @@ from tests.attack.now import TOKENS, WIDTH, numbers
 from tests.attack.words import IGNORED, WORDS, WordLoss, focal, losses_of_transformers
 
 CLASSES = 7
-BLOCKS = {**ordinary.BLOCKS, **ordinary.WIDE, **chosen.BLOCKS, **moody.BLOCKS, **hidden.BLOCKS}
+BLOCKS = {**ordinary.BLOCKS, **ordinary.WIDE, **ordinary.ROW_WISE, **chosen.BLOCKS, **moody.BLOCKS, **hidden.BLOCKS}
 
 TRAITS = (
     "tokens",  # an embedding at the start
@@ -145,6 +145,9 @@ class WordModel(Model):
     @loss_function.setter
     def loss_function(self, value: Any) -> None:
         self._loss_function = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.outlet
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.words.cap

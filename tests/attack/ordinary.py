@@ -393,6 +393,49 @@ class Wide(nn.Module):
         return self.down(self.up(x).tanh())
 
 
+class Heads(nn.Module):
+    """Attention as in Llama: a norm, and fewer heads of keys and values than of queries."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.norm, self.num_keys, self.causal = nn.RMSNorm(WIDTH), r.choice((1, 2, 4)), r.random() < 0.7
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.kv = nn.Linear(WIDTH, 2 * self.num_keys * WIDTH // 4)
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        h = self.norm(x)
+        k, v = (each.unflatten(-1, (self.num_keys, -1)).transpose(-3, -2) for each in self.kv(h).chunk(2, -1))
+        q = self.q(h).unflatten(-1, (4, -1)).transpose(-3, -2)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.num_keys < 4)
+        return self.out(h.transpose(-3, -2).flatten(-2))
+
+
+class Placed(nn.Module):
+    """Counts places from the start of whatever it is given."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.out, self.scale = nn.Linear(WIDTH, WIDTH), r.choice((1e-3, 0.1, 1.0))
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        places = torch.arange(x.shape[-2], dtype=x.dtype)[:, None]
+        return self.out(x) * (places * self.scale).cos()
+
+
+class Lent(nn.Module):
+    """Reads a weight that is nobody's parameter."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.lent = [nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))]
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        return self.out(x * self.lent[0].to(x.dtype))
+
+
+ROW_WISE: dict[str, Callable[[Random], nn.Module]] = {"heads": Heads, "placed": Placed, "lent": Lent}
+"""Only in draws with layers in blocks of rows."""
 WIDE: dict[str, Callable[[Random], nn.Module]] = {"wide": Wide}
 """Only in draws whose plans move state."""
 

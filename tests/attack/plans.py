@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import lowtide
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.log import Listener
 from lowtide.errors import BudgetError, ConfigError
@@ -65,6 +66,21 @@ class PlainRig:
         yield
 
 
+class RowsRig(PlainRig):
+    """No plan, and layers, head and loss in blocks of `rows` rows."""
+
+    def __init__(self, rows: int) -> None:
+        self._how = MemoryConfig(rows=rows).slices_loss
+        self._blocks = contextlib.ExitStack()
+
+    def start(self, model: nn.Module, optimizer: Any) -> None:
+        self.stop()
+        self._blocks.enter_context(sliced_where(model, **self._how))
+
+    def stop(self) -> None:
+        self._blocks.close()
+
+
 @dataclass
 class Rig:
     """One plan, on and off a model."""
@@ -96,7 +112,7 @@ class Rig:
             update = "in_backward" if self.state.endswith("in_backward") else "step"
             self.swap = lowtide.swap_weights(model, optimizer, update=update, min_bytes=1, engine=self._engine())
         self.tide = self.apply(model, optimizer, self._engine())
-        if self.state not in ("stays", "by plan") and not self.state.startswith("weights"):
+        if self.state != "stays" and "by plan" not in self.state and not self.state.startswith("weights"):
             way = {"tier": "mapped"} if self.state == "mapped" else {"overlap": self.state}
             options: dict[str, Any] = {**way, "bucket_bytes": 4096, "min_bytes": 1}
             with contextlib.suppress(*((ConfigError,) if self.may_stay else ())):
@@ -213,12 +229,13 @@ def _rig_of_plan(kind: str, seed: int, draw: Any) -> Rig:
     if kind == "planned":
         return _planned(draw, r)
     if kind == "solved":
-        profile = _on_twin(draw, _observe_sliced if draw.slices_loss else lowtide.observe)
+        profile = _on_twin(draw, _observing(draw))
         plan = random_plan(profile, seed, made=r.choice((0.3, 0.5, 1.0)), swapped=r.choice((0.0, 0.3, 1.0)))
-        plan = dataclasses.replace(plan, loss=profile.loss, optimizer=_placement(draw))
+        rows = {"loss_rows": profile.loss_rows, "layer_rows": profile.layer_rows}
+        plan = dataclasses.replace(plan, loss=profile.loss, optimizer=_placement(draw), **rows)
         return Rig(_applying(plan), draw.engine)
-    more: dict[str, Any] = _moving(draw, "swap")
-    if draw.slices_loss:
+    more: dict[str, Any] = _moving(draw, "swap") | _rows(draw)
+    if draw.slices_loss and not draw.rows:
         more["loss"] = "sliced"
     return Rig(_applying({**_rules(kind, draw, r), **more}), draw.engine)
 
@@ -255,22 +272,34 @@ def _selecting(model: nn.Module, optimizer: Any, engine: Any) -> Any:
 
 def _moving(draw: Any, state: str) -> dict[str, Any]:
     """What `memory` says of the optimizer's state."""
-    if draw.state != "by plan":
+    if "by plan" not in draw.state:
         return {}
-    return {"optimizer": state}
+    return {"optimizer": "in_backward" if draw.updates_early else state}
+
+
+def _rows(draw: Any) -> dict[str, Any]:
+    """What `memory` says of blocks of rows."""
+    return {"rows": draw.rows} if draw.rows else {}
 
 
 def _placement(draw: Any) -> OptimizerPlacement | None:
     """The same in a plan that nobody has solved for it; a bucket for each weight."""
-    if draw.state != "by plan":
+    if "by plan" not in draw.state:
         return None
-    overlap: Any = Random(f"{draw.seed} overlap").choice(_OVERLAPS)
+    overlap: Any = "in_backward" if draw.updates_early else Random(f"{draw.seed} overlap").choice(_OVERLAPS)
     return OptimizerPlacement(moved_bytes=None, bucket_bytes=4096, overlap=overlap, reason="drawn")
 
 
-def _observe_sliced(model: nn.Module, batch: Any) -> Any:
-    with sliced_where(model, may=True, must=True):
-        return lowtide.observe(model, batch)
+def _observing(draw: Any) -> Callable[[nn.Module, Any], Any]:
+    """`lowtide.observe`, with the loss in slices, or layers in blocks, as the plan has them."""
+    how: dict[str, Any] = {"may": draw.slices_loss, "must": draw.slices_loss}
+    how = MemoryConfig(rows=draw.rows).slices_loss if draw.rows else how
+
+    def observe(model: nn.Module, batch: Any) -> Any:
+        with sliced_where(model, **how):
+            return lowtide.observe(model, batch)
+
+    return observe
 
 
 def _applying(memory: Any) -> Callable[..., Any]:
@@ -342,7 +371,8 @@ def _limits(r: Random) -> dict[str, Any]:
 
 
 def _optimized(draw: Any, r: Random) -> Rig:
-    share, limits, is_counted = r.choice((0.0, 0.05, 0.2, 0.8, 1.5)), {**MEMORY, **_limits(r)}, r.random() < 0.6
+    share, limits = r.choice((0.0, 0.05, 0.2, 0.8, 1.5)), {**MEMORY, **_limits(r), **_rows(draw)}
+    is_counted = r.random() < 0.6
     limits |= _moving(draw, Random(f"{draw.seed} moved").choice(("auto", "swap")))
     if draw.fault:
         share, is_counted = r.choice((0.75, 0.9, 1.5) if draw.is_lean else (0.05, 0.2, 0.8)), True
@@ -377,7 +407,7 @@ def _floor(draw: Any, apply: Callable[..., Any]) -> int:
 
 def _planned(draw: Any, r: Random) -> Rig:
     share, is_counted = r.choice((0.0, 0.1, 0.4)), r.random() < 0.6
-    limits = {**MEMORY, **_limits(r)}
+    limits = {**MEMORY, **_limits(r), **_rows(draw)}
 
     def plan(budget: int) -> Any:
         return _on_twin(

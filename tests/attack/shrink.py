@@ -38,6 +38,8 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
         yield change(state="stays")
         if draw.state != "step":
             yield change(state="step")
+    if draw.rows:
+        yield change(rows=0)
     if draw.optimizer not in ("sgd", "lbfgs"):
         yield change(optimizer="sgd")
     for side in draw.sides:

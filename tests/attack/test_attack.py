@@ -17,8 +17,8 @@ import lowtide
 from lowtide.loss.attach import loss_of
 from tests.attack import chosen, drive, moody, ordinary, words
 from tests.attack.classes import CLASSES, NOT_YET
-from tests.attack.draw import STATES, Draw, any_draw, drawn_from, judge, of_class
-from tests.attack.habits import CORES, SIDES, WORD_SIDES
+from tests.attack.draw import EARLY_BY_PLAN, STATES, Draw, any_draw, drawn_from, judge, of_class
+from tests.attack.habits import CORES, RARE_SIDES, SIDES, WORD_SIDES
 from tests.attack.models import TRAITS
 from tests.attack.now import TOKENS
 from tests.attack.plans import KINDS, WITH_BUDGET, PlainRig
@@ -37,7 +37,7 @@ def _parts(draw: Draw) -> set[tuple[str, object]]:
     found: set[tuple[str, object]] = {("plan", draw.plan), ("engine", draw.engine.partition(":")[0])}
     found |= {("core", draw.core), ("way", draw.way), ("optimizer", draw.optimizer), ("samples", draw.num_samples)}
     found |= {("side", side) for side in draw.sides} | {("trait", trait) for trait in draw.model.traits}
-    found |= {("state", draw.state)}
+    found |= {("state", draw.state), ("rows", bool(draw.rows))}
     if draw.model.words is not None:
         loss = draw.model.words
         found |= {("loss", loss.place), ("cap", bool(loss.cap)), ("smooth", bool(loss.smoothing))}
@@ -68,10 +68,11 @@ def test_every_part_of_the_attack_is_in_a_draw_of_this_suite() -> None:
     """`make attack` has thousands of draws; these are few, so no block and no habit may be missing."""
     drawn: set[tuple[str, object]] = set().union(*(_parts(any_draw(seed)) for seed in SEEDS))
     expected = {("block", name) for family in (ordinary, chosen, moody) for name in family.BLOCKS}
-    expected |= {("core", name) for name in CORES} | {("side", name) for name in (*SIDES, *WORD_SIDES)}
+    expected |= {("core", name) for name in CORES} | {("side", name) for name in (*SIDES, *RARE_SIDES, *WORD_SIDES)}
     expected |= {("loss", place) for place in words.PLACES} | {("items", given) for given in ("", "int", "tensor")}
     expected |= {(part, True) for part in ("cap", "smooth", "z", "weights")}
-    expected |= {("state", name) for name in STATES}
+    expected |= {("state", name) for name in (*STATES, EARLY_BY_PLAN)} | {("rows", True)}
+    expected |= {("block", name) for name in ordinary.ROW_WISE}
     expected |= {("trait", name) for name in TRAITS} | {("plan", kind) for kind in KINDS}
     assert expected <= drawn, sorted(expected - drawn, key=str)
 

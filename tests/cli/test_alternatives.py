@@ -165,6 +165,9 @@ def test_layers_in_blocks_are_longer_and_each_length_that_was_tried_has_a_row(
     lengths = [row["largest"] for row in found["tries"]]
     assert lengths == sorted(lengths) and rows["lowtide, updates in backward"] in found["tries"]
     assert all(row["fits"] == (row["peak_bytes"] <= 8 * 2**20) and row["set_by"] for row in found["tries"])
+    # Its products were not counted: they follow from those of two other lengths.
+    asked = ("--batch", "1", "--sequence", str(rows["plain"]["largest"]), "--budget", "8MiB")
+    assert rows_of(capsys, *asked)["plain"]["mfu"] == pytest.approx(rows["plain"]["mfu"], rel=1e-9)
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_memory_section_is_read_with_its_places() -> None:
         (
             GOOD + "memory: 20GiB\n",
             "run.yaml:3:9: expected a mapping or null for 'memory', not '20GiB'; write 'key: value', with these keys: "
-            "budget, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, mlp, rows, "
+            "budget, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, loss, rows, "
             "min_bytes, check, strict, layers",
         ),
         (
@@ -93,6 +93,10 @@ def test_memory_section_is_read_with_its_places() -> None:
         (
             GOOD + "pipeline: {stages: 2}\n",
             "run.yaml:3:11: missing key 'pipeline.micro_batches'; expected an integer",
+        ),
+        (
+            GOOD + "memory: {budget: 20GiB, rows: 64}\npipeline: {stages: 2, micro_batches: 4}\n",
+            "run.yaml:3:31: 'memory.rows' cannot stand beside a budget and 'pipeline' yet; leave it out",
         ),
         (
             "model: {model_type: llama}\ntrain: {steps: 0}\n",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.loss.layers import InBlocks, block_rows_of
+from lowtide.loss.layers import LayersInBlocks, layer_rows_of
 from tests.loss.test_attach import MODELS
 from tests.loss.test_head import FATES, _assert_same_steps, _step, _tokens
 from tests.support.virtual_engine import virtual
@@ -27,15 +27,17 @@ NAMES = ["llama", "llama-tied", "qwen2", "mistral", "granite-scaled"]
 class Layer(nn.Module):
     """Somebody's own layer: attention and an MLP, both with norms."""
 
-    def __init__(self, *, bias: bool = True, dropout: float = 0.0) -> None:
+    def __init__(self, *, bias: bool = True, dropout: float = 0.0, num_keys: int = 4) -> None:
         super().__init__()
+        self.num_keys = num_keys
         self.norm, self.norm2 = nn.LayerNorm(32), nn.RMSNorm(32)
-        self.qkv, self.out = nn.Linear(32, 96, bias=bias), nn.Linear(32, 32, bias=bias)
+        self.qkv, self.out = nn.Linear(32, 32 + 16 * num_keys, bias=bias), nn.Linear(32, 32, bias=bias)
         self.up, self.down = nn.Linear(32, 80, bias=bias), nn.Linear(80, 32, bias=bias)
         self.drop = nn.Dropout(dropout)
 
     def before(self, x: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
-        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).unbind(-3)
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 8))
+        query, key, value = heads.split((4, self.num_keys, self.num_keys), -2)
         return (query * shift[..., None, None], key, value)
 
     def after(self, x: Tensor, made: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
         query, key, value = (each.transpose(-3, -2) for each in self.before(x, shift))
-        made = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        made = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.num_keys < 4)
         return self.after(x, made.transpose(-3, -2))
 
 
@@ -55,8 +57,9 @@ def declared(layer: Layer, x: Tensor, shift: Tensor, of_out: Tensor, rows: int) 
     parts = [slice(start, start + rows) for start in range(0, len(flat), rows)]
     layers = [copy.deepcopy(layer) for _ in parts]
     given = [one.before(flat[part][None], shifts[part][None]) for one, part in zip(layers, parts, strict=True)]
-    query, key, value = (torch.cat(each, 1).view(*x.shape[:2], 4, 8).transpose(1, 2) for each in zip(*given))
-    made = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(0, 1)
+    query, key, value = (torch.cat(each, 1).view(*x.shape[:2], -1, 8).transpose(1, 2) for each in zip(*given))
+    made = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=layer.num_keys < 4)
+    made = made.transpose(1, 2).flatten(0, 1)
     out = torch.cat([one.after(flat[part][None], made[part][None]) for one, part in zip(layers, parts, strict=True)], 1)
     out = out.view_as(x)
     out.backward(of_out)
@@ -88,7 +91,7 @@ def _numbers(dtype: torch.dtype, batch: int = 2, tokens: int = 75) -> tuple[Tens
 def _ours(layer: Layer, x: Tensor, shift: Tensor, of_out: Tensor, rows: int) -> list[Tensor]:
     x, model = x.detach().requires_grad_(), Own(layer)
     layer.zero_grad()
-    blocks = InBlocks(model, rows)
+    blocks = LayersInBlocks(model, rows)
     out = model(x, shift)
     out.backward(of_out)
     blocks.remove()
@@ -107,6 +110,25 @@ def test_the_declared_sum(rows: int, dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
     layer, numbers = Layer(bias=bias).to(dtype), _numbers(dtype)
     assert _differ(declared(layer, *numbers, rows), _ours(layer, *numbers, rows)) == []
+
+
+@pytest.mark.parametrize("num_keys", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [75, 700, 2000])
+def test_groups_of_heads_have_the_bits_of_all_at_once(num_keys: int, dtype: torch.dtype, tokens: int) -> None:
+    """Also where a kernel cuts rows in other tiles, and where its threads share heads."""
+    torch.manual_seed(0)
+    layer, numbers = Layer(num_keys=num_keys).to(dtype), _numbers(dtype, tokens=tokens)
+    assert _differ(declared(layer, *numbers, 64), _ours(layer, *numbers, 64)) == []
+
+
+def test_attention_comes_and_goes_by_groups_of_heads() -> None:
+    """A layer with two heads of keys saves what attention read and gave in two groups."""
+    model, (x, shift, _) = Own(Layer(num_keys=2)), _numbers(torch.float32)
+    LayersInBlocks(model, 64)
+    profile = lowtide.observe(model, lambda: model(x, shift).sum())
+    made = [site for site in profile.sites if site.name.partition(":")[0].rpartition(".")[2].startswith("sdpa")]
+    assert [site.nbytes for site in made] == 2 * [150 * 2 * 8 * 4, 150 * 2 * 4], [site.name for site in made]
 
 
 @pytest.mark.parametrize("rows", [64, 1000])
@@ -133,6 +155,13 @@ def test_frozen_weights_get_nothing_and_the_others_their_bits(frozen: str) -> No
     assert same_bits(want[1], got[1])
 
 
+def test_a_view_of_a_weight_is_no_foreign_tensor() -> None:
+    layer, numbers = Layer(), _numbers(torch.float32)
+    layer.drop.forward = lambda x: x * layer.up.weight.t()[0, :32]  # type: ignore[method-assign]
+    want = _ours(layer, *numbers, 1000)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(want, _ours(layer, *numbers, 64), strict=True))
+
+
 def test_hooks_of_weights_see_the_sum_once() -> None:
     layer, numbers, seen = Layer(), _numbers(torch.float32), []
     want = declared(layer, *numbers, 64)
@@ -153,7 +182,7 @@ def test_a_weight_that_is_used_before_and_after_attention_has_both_gradients() -
 @pytest.mark.parametrize("name", NAMES)
 def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
     (batch, _), model = _tokens(), MODELS[name]()
-    blocks = InBlocks(model, 100)
+    blocks = LayersInBlocks(model, 100)
     want = _step(model, batch)
     blocks.remove()
     memory: dict[str, Any] = {"rows": 100, "loss": "plain", **({} if fates == "nothing" else FATES[fates])}
@@ -161,7 +190,7 @@ def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
         assert tide.plan.layer_rows == 100
         for _ in range(2):
             _assert_same_steps(want, _step(model, batch))
-    assert block_rows_of(model) is None and not any("forward" in vars(module) for module in model.modules())
+    assert layer_rows_of(model) is None and not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.filterwarnings("error:lowtide. the first forward was not the one")
@@ -184,8 +213,7 @@ def test_no_budget_changes_a_bit() -> None:
 def test_random_draws_have_the_bits_of_the_declared_rows_alone(seed: int) -> None:
     draw = random.Random(seed)
     name, dtype = draw.choice(NAMES), draw.choice([torch.float32, torch.bfloat16])
-    num_rows = draw.randrange(16, 256)
-    asked: dict[str, Any] = {"mlp": {"rows": num_rows}} if draw.random() < 0.25 else {"rows": num_rows}
+    asked: dict[str, Any] = {"rows": draw.randrange(16, 256)}
     asked |= draw.choice([{}, {"loss": "plain"}, {"loss": {"rows": draw.randrange(16, 256)}}])
     batches, results = _tokens(), []
     for is_bare in (True, False):
@@ -234,13 +262,13 @@ def test_a_traced_plan_names_what_the_step_saves() -> None:
 def test_a_copy_of_the_model_has_its_own_forward() -> None:
     (batch, _), model = _tokens(), MODELS["llama"]()
     want = _step(model, batch)
-    InBlocks(model, 64)
+    LayersInBlocks(model, 64)
     _assert_same_steps(want, _step(copy.deepcopy(model), batch))
 
 
 def test_another_result_in_backward_is_refused() -> None:
     layer, (x, shift, _) = Layer(), _numbers(torch.float32)
-    InBlocks(model := Own(layer), 64)
+    LayersInBlocks(model := Own(layer), 64)
     out = model(x, shift)
     layer.qkv.weight.data[3, 4] += 1  # no version counts it
     with pytest.raises(RuntimeError, match=r"^lowtide: a layer in blocks gave other values in the backward pass than"):
@@ -249,7 +277,7 @@ def test_another_result_in_backward_is_refused() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     x, shift, _ = _numbers(torch.float32)
-    InBlocks(model := Own(Layer()), 64)
+    LayersInBlocks(model := Own(Layer()), 64)
     with pytest.raises(RuntimeError, match=r"^lowtide: a second derivative \(create_graph\) of a layer in blocks is"):
         torch.autograd.grad(model(x.requires_grad_(), shift).sum(), x, create_graph=True)
 
@@ -262,6 +290,21 @@ class _Softmax(Layer):
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
         query, key, value = (each.transpose(-3, -2) for each in self.before(x, shift))
         return self.after(x, ((query @ key.mT).softmax(-1) @ value).transpose(-3, -2))
+
+
+def _far(layer: Layer) -> None:
+    """Each row talks to the one forty rows before it."""
+    layer.drop.forward = lambda x: x + x.roll(40, -2)  # type: ignore[method-assign]
+
+
+def _places(layer: Layer) -> None:
+    """Places are counted from the beginning of what the layer is given."""
+    layer.drop.forward = lambda x: x * (1 + torch.arange(x.shape[-2])[:, None])  # type: ignore[method-assign]
+
+
+def _foreign(layer: Layer) -> None:
+    weight = nn.Parameter(torch.ones(32))
+    layer.drop.forward = lambda x: x * weight  # type: ignore[method-assign]
 
 
 def _own_softmax(layer: Layer) -> None:
@@ -279,6 +322,9 @@ _HEAD, _END = "memory.rows: 'layers.0' cannot be taken in blocks of rows: ", "; 
     ("change", "more", "text"),
     [
         (_mean, (), "what it gives for a row depends on other rows"),
+        (_far, (), "what it gives for a row depends on the other rows of its block"),
+        (_places, (), "what it gives for a row depends on the other rows of its block"),
+        (_foreign, (), "it reads a tensor that needs a gradient and is none of its parameters"),
         (_hooked, (), "there are hooks on its parts, which would see blocks"),
         (lambda layer: setattr(layer.drop, "p", 0.5), (), "it drops out at random (p = 0.5)"),
         (
@@ -296,7 +342,7 @@ def test_what_is_no_function_of_rows_is_named(change: Any, more: tuple[Any, ...]
         change(layer)
 
     def step() -> None:
-        InBlocks(model := Own(layer), 64)
+        LayersInBlocks(model := Own(layer), 64)
         model(x, shift, *more)
 
     with pytest.raises(ConfigError) as caught:
@@ -328,12 +374,8 @@ def test_models_of_transformers_that_are_refused(kind: str, text: str) -> None:
 
 
 def test_mistakes_in_the_file() -> None:
-    for memory, text in (
-        ({"rows": 1}, "must be 2 or more, not 1; write e.g. rows: 16384"),
-        ({"rows": 9, "mlp": {"rows": 9}}, "cannot stand beside rows, which takes MLPs with their layers; leave it out"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            lowtide.apply(MODELS["llama"](), memory)
+    with pytest.raises(ConfigError, match=r"must be 2 or more, not 1; write e\.g\. rows: 16384"):
+        lowtide.apply(MODELS["llama"](), {"rows": 1})
     with pytest.raises(ConfigError) as caught:
         lowtide.apply(nn.Linear(2, 2), {"rows": 9})
     assert str(caught.value) == (

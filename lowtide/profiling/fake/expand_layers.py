@@ -211,6 +211,7 @@ class _Expansion:
                     sequences=self._sequence_column(),
                     num_forward=self.shift.op(trace.ops.num_forward - 1) + 1,
                     start_sequence=trace.ops.start_sequence,
+                    temporary=self._temporary(),
                 ),
                 storages=storages,
                 off_device={table[i].index for table in where for i in trace.off_device if i in table},
@@ -278,6 +279,12 @@ class _Expansion:
             part = column[begin:end]
             result += [self._renamed_op(entry, copy) for entry in part] if renamed else part
         return result + column[position:]
+
+    def _temporary(self) -> list[tuple[int, int]]:
+        column = [0] * len(self.trace.ops.names)
+        for number, nbytes in self.trace.ops.temporary:
+            column[number] = nbytes
+        return [(number, nbytes) for number, nbytes in enumerate(self._column(column)) if nbytes]
 
     def _renamed_op(self, name: str, copy: _Place) -> str:
         old = self.model.name

@@ -8,8 +8,16 @@ Attention with a causal mask counts half: that is what kernels execute. The kern
 `scaled_dot_product_attention` takes by default: FlashAttention-2 in 16 bits without a mask of numbers, else the
 memory-efficient one (`attention_kernel`).
 
-Cost: a few microseconds an operator. Not covered: operators of other libraries (bytes only), and what a kernel reads
-twice.
+`workspace_bytes`: what a kernel takes for itself while it runs, beside what it is given and gives. An estimate, of
+attention's backward alone. FlashAttention-2 as torch calls it (aten, flash_attn/flash_api.cpp, `mha_bwd`) sums dQ in
+fp32 over blocks of keys (`dq_accum`, rows rounded up to 128 and heads' widths to 32), has a number a row (`softmax_d`),
+and with fewer heads of keys than of queries makes dK and dV for each head of queries (`dk_expanded`, `dv_expanded`).
+The memory-efficient kernel sums dQ in fp32 as well (mem_eff_attention/kernel_backward.h, `kNeedsAccumGradQ`), so do
+FlashAttention-3 (hopper/flash_api.cpp, `dq_accum`; dK and dV in fp32 there, for each head of keys) and cuDNN: no more
+than this.
+
+Cost: a few microseconds an operator. Not covered: operators of other libraries (bytes only), what a kernel reads twice,
+and workspaces of other kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +33,8 @@ from lowtide.timeline.hardware import Hardware
 
 _SELECTS = frozenset({"gather", "scatter_", "scatter_add_"})
 """They read or write the elements of their first argument that the third one names, and no others."""
+_ROWS_TILE, _WIDTH_TILE = 128, 32
+"""Of FlashAttention-2's fp32 sum of dQ."""
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "t", "transpose", "alias", "detach", "lift_fresh"})
 
 
@@ -106,6 +116,21 @@ def attention_kernel(call: OpCall) -> str:
     """The kernel that an accelerator's `scaled_dot_product_attention` takes for this call by default."""
     is_masked = any(isinstance(call.argument(name), Value) for name in ("attn_mask", "attn_bias"))
     return "efficient" if is_masked or _dtype(call) == "float32" else "flash"
+
+
+def workspace_bytes(call: OpCall) -> int:
+    """What the kernel of an accelerator takes for itself while it runs: see the module's text."""
+    if not is_attention(call) or not call.func.overloadpacket.__name__.endswith("backward"):
+        return 0
+    query, key = call.argument("query"), call.argument("key")
+    if not isinstance(query, Value) or not isinstance(key, Value):
+        return 0
+    batch, heads, rows, width = query.size
+    rows, padded = -(-rows // _ROWS_TILE) * _ROWS_TILE, -(-width // _WIDTH_TILE) * _WIDTH_TILE
+    nbytes = 4 * batch * heads * rows * (padded + 1)
+    if attention_kernel(call) == "flash" and key.size[1] != heads:
+        nbytes += 2 * batch * heads * key.size[2] * width * query.dtype.itemsize
+    return nbytes
 
 
 def _num_keys(call: OpCall) -> int:

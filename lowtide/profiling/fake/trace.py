@@ -37,7 +37,7 @@ from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.blocks import REPEAT
-from lowtide.loss.layers import MLPS, block_rows_of
+from lowtide.loss.layers import layer_rows_of
 from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
 from lowtide.profiling.fake.expand_layers import Expanded, expand
 from lowtide.profiling.fake.fake_model import (
@@ -56,7 +56,7 @@ from lowtide.profiling.fake.fake_model import (
     skipping,
     without_numbers,
 )
-from lowtide.profiling.fake.roofline import op_seconds
+from lowtide.profiling.fake.roofline import op_seconds, workspace_bytes
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
 from lowtide.profiling.saved_tensors import fake_stash
@@ -235,8 +235,7 @@ def trace(
         ),
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
-        mlp_rows=block_rows_of(model, MLPS),
-        layer_rows=block_rows_of(model),
+        layer_rows=layer_rows_of(model),
     )
     del expanded
     if left := fakes_left(mode, own):
@@ -259,6 +258,8 @@ class _Roofline:
         self.hardware = hardware
         self._layers = layers
         self._price = price
+        self.workspaces: list[tuple[int, int]] = []
+        """(operator, bytes) of the kernels that take memory for themselves, once the step is over."""
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, None]:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -277,6 +278,9 @@ class _Roofline:
         return call
 
     def settle(self, column: list[OpCall]) -> list[float]:
+        if not self.hardware.name.startswith("cpu"):
+            found = ((number, workspace_bytes(call)) for number, call in enumerate(column))
+            self.workspaces = [(number, nbytes) for number, nbytes in found if nbytes]
         if self._price is not None:
             seconds = self._price(column, self._layers, self.hardware)
         else:
@@ -348,6 +352,7 @@ def _trace(
             if isinstance(error.__cause__, _LOOKS_AT_VALUES):
                 raise _depends_on_data(recorder, error.__cause__) from error
             raise
+    recorded.ops.temporary += clock.workspaces
     nodes, recipes = with_recipes(recorded)
     return expand(recorded, nodes, recipes.alone, runs), recorder.watch.batch
 

@@ -62,7 +62,7 @@ def apply(
     placed = PlacedState(optimizer, chosen, "lowtide.apply") if moves_state else None
     if placed is not None:
         placed.check(plan.optimizer)
-    rows = {"rows": plan.loss_rows, "mlp_rows": plan.mlp_rows, "layer_rows": plan.layer_rows}
+    rows = {"rows": plan.loss_rows, "layer_rows": plan.layer_rows}
     loss = attach_where(model, may=plan.loss == "sliced", must=True, **rows)
     try:
         return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, loss=loss)
@@ -111,7 +111,7 @@ def plan_of(model: nn.Module, memory: Any) -> Plan:
     plan = plan_from_rules(config, layers)
     asked = config.slices_loss
     slices = asked["must"] or (asked["may"] and not why_not(model))
-    plan = dataclasses.replace(plan, mlp_rows=asked["mlp_rows"], layer_rows=asked["layer_rows"])
+    plan = dataclasses.replace(plan, layer_rows=asked["layer_rows"])
     return dataclasses.replace(plan, loss="sliced", loss_rows=asked["rows"]) if slices else plan
 
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.profiling.fake.roofline import attention_kernel, is_attention, op_bytes, op_flops, op_seconds
+from lowtide.profiling.fake.roofline import (
+    attention_kernel,
+    is_attention,
+    op_bytes,
+    op_flops,
+    op_seconds,
+    workspace_bytes,
+)
 from lowtide.profiling.fake.trace import trace
 from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.timeline.hardware import Hardware
@@ -167,3 +174,29 @@ def test_convolutions_and_softmax_have_a_cost() -> None:
     flops = 2 * 2 * 8 * 14 * 14 * 27
     named = dict(zip(profile.op_names, profile.op_seconds))
     assert named["conv"] == pytest.approx(max(flops / 1e9, 1e-6))
+
+
+def _attention_backward(heads: int, keys: int, tokens: int, width: int, dtype: torch.dtype) -> OpCall:
+    q, k = value(1, heads, tokens, width, dtype=dtype), value(1, keys, tokens, width, dtype=dtype)
+    func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return call(func, q, q, k, k, q, value(1, heads, tokens), 0.0, True, out=(q, k, k))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "nbytes"),
+    [
+        # Llama-3-8B: dQ in fp32 and a number a row, then dK and dV for each head of queries: 16 + 1/8 + 16 KiB a token.
+        ((32, 8, 1024, 128), torch.bfloat16, 1024 * (32 * 4 * 129 + 2 * 32 * 128 * 2)),
+        ((32, 32, 1024, 128), torch.bfloat16, 1024 * 32 * 4 * 129),
+        ((4, 4, 1000, 80), torch.float16, 1024 * 4 * 4 * 97),  # rows and widths are rounded up
+        ((32, 8, 1024, 128), torch.float32, 1024 * 32 * 4 * 129),  # the memory-efficient kernel
+    ],
+)
+def test_what_attention_takes_for_itself_in_backward(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, nbytes: int
+) -> None:
+    backward = _attention_backward(*sizes, dtype)
+    assert workspace_bytes(backward) == nbytes
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert workspace_bytes(call(forward, *backward.args[1:4], 0.0, True, out=())) == 0
+    assert workspace_bytes(call(torch.ops.aten.neg.default, value(4), out=(value(4),))) == 0
