@@ -468,6 +468,92 @@ def test_hooks_inside() -> None:
     assert_plain(Hooked)
 
 
+class SetUp(torch.autograd.Function):
+    """The newer way to write one, with a weight that is saved, and a tuple in a dictionary."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x.exp() * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        x, weight = inputs
+        ctx.save_for_backward(weight)
+        ctx.exp, ctx.inputs = x.exp(), {"x": (x, [weight])}
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return grad * ctx.exp * weight, (grad * ctx.inputs["x"][0].exp()).sum(0)
+
+
+class SetUpLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + SetUp.apply(self.up(x).tanh(), self.weight)
+
+
+class NestedLayer(nn.Module):
+    """A Function inside of another one's own graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = KeepsLayer(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + OwnGraph.apply(self.inner, self.norm(x))
+
+
+class CheckpointedLayer(nn.Module):
+    """torch's checkpoints of both kinds inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = KeepsLayer(), OwnGraphLayer(), KeepsLayer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        return checkpoint(self.third, checkpoint(self.second, x, use_reentrant=True), use_reentrant=True)
+
+
+class Writes(torch.autograd.Function):
+    """Its backward writes to attributes, which a second backward pass reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x, ctx.more = x * 1, [x.sin()]
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        result = grad * 2 * ctx.x * ctx.more[0]
+        ctx.x.mul_(1.5)
+        ctx.more[0].add_(1)
+        return result
+
+
+class WritesLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Writes.apply(self.up(x))
+
+
+@pytest.mark.parametrize("kind", [SetUpLayer, NestedLayer, CheckpointedLayer])
+@pytest.mark.parametrize("step", [_step, accumulated])
+def test_other_ways_to_write_one(kind: type[nn.Module], step: Callable[[nn.Module, int], Tensor]) -> None:
+    assert_plain(kind, step=step)
+
+
+def test_what_backward_writes_is_there_in_the_next_one() -> None:
+    assert_plain(WritesLayer, step=twice)
+
+
 # -- what is left, refused, or freed -----------------------------------------------------------------------------------
 
 
