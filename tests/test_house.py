@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_077,
-    "files": 257,
-    "classes": 546,
+    "lines": 59_508,
+    "files": 258,
+    "classes": 549,
     "files that one other file imports": 39,
     "classes with more than 15 attributes": 23,
     "class names that several classes have": 14,

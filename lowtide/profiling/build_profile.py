@@ -105,6 +105,7 @@ def profile_of(
     loss_rows: int | None = None,
     mlp_rows: int | None = None,
     layer_rows: int | None = None,
+    layer_weights: Mapping[str, int],
 ) -> Profile:
     """The profile of a traced step."""
     end = len(trace.ops.names)
@@ -132,6 +133,7 @@ def profile_of(
         loss_rows=loss_rows,
         mlp_rows=mlp_rows,
         layer_rows=layer_rows,
+        layer_weights=tuple(layer_weights[name] for name in called),
     )
 
 

@@ -56,7 +56,11 @@ class StepArrays:
     decode_seconds: Floats
     work_bytes: Ints
     visit_bytes: Ints
+    """Of visitors that backward reads."""
+    leave_bytes: Ints
     fetch_from: Ints
+    for_forward: Ints
+    """Indices of the visitors that forward reads, in the order in which they are fetched."""
     check_bytes: Ints
     check_until: Ints
     dependents_first: tuple[int, ...]
@@ -72,6 +76,8 @@ class StepArrays:
         if isinstance(step, StepArrays):
             return step
         num_ticks, items = len(step.ticks), step.items
+        early = [index for index, item in enumerate(items) if item.is_for_forward(step.num_forward_ticks)]
+        early.sort(key=lambda index: (items[index].fetch_from, items[index].reads[0]))
         arrays = cls(
             step=step,
             seconds=np.array([tick.seconds for tick in step.ticks], float),
@@ -87,12 +93,17 @@ class StepArrays:
             decode_seconds=np.array([item.decode_seconds for item in items], float),
             work_bytes=np.array([item.work_bytes for item in items], np.int64),
             visit_bytes=np.array([item.visit_bytes for item in items], np.int64),
+            leave_bytes=np.array([item.leave_bytes for item in items], np.int64),
             fetch_from=np.array([item.fetch_from for item in items], np.int64),
+            for_forward=np.array(early, np.int64),
             check_bytes=np.array([item.check_bytes for item in items], np.int64),
             check_until=np.array([item.check_until for item in items], np.int64),
             dependents_first=_dependents_first(items),
             **_stops(step),
         )
+        arrays.visit_bytes[arrays.for_forward] = 0
+        # Nothing in backward reads them, so that they are there for nobody but the clock.
+        arrays.first_read[arrays.for_forward] = num_ticks
         assert num_ticks > 0 and 0 <= step.num_forward_ticks <= num_ticks
         assert np.all((arrays.born >= 0) & (arrays.born <= arrays.saved) & (arrays.saved < step.num_forward_ticks))
         assert np.all((arrays.dies >= arrays.born) & (arrays.dies <= num_ticks) & (arrays.release <= num_ticks))

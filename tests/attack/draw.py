@@ -27,7 +27,7 @@ from tests.attack.classes import CHANGE, CLASSES, COUNTED_CORES, NOT_YET
 from tests.attack.habits import CORES, LEAN_CORES, SIDES, WORD_SIDES, Run, own_process_state
 from tests.attack.models import TRAITS, ModelDraw, build
 from tests.attack.now import TOKENS, WAYS
-from tests.attack.plans import KINDS, WITH_BUDGET, Broken, OverBudget, PlainRig, rig_for
+from tests.attack.plans import KINDS, PLANNED_WEIGHTS, WITH_BUDGET, Broken, OverBudget, PlainRig, rig_for
 from tests.attack.traces import Trace, process_state
 from tests.attack.words import SAMPLES, WordLoss, drawn_loss
 
@@ -121,7 +121,7 @@ class Draw:
             side.start(run)
         run.optimizer_steps = self.core != "searching"
         run.play = lambda step: _step(self, run, step)
-        trace.sees_gradients = self.state != "in_backward"  # it has used them
+        trace.sees_gradients = self.state not in ("in_backward", PLANNED_WEIGHTS)  # it has used them
         seed_all(self.seed + 1)
         return run
 
@@ -182,14 +182,17 @@ def any_draw(seed: int) -> Draw:
     state = Random(f"{seed} state").choice(("stays", "stays", "stays", *STATES)) if optimizer != "lbfgs" else "stays"
     if state == "stays" and optimizer != "lbfgs" and Random(f"{seed} weights").random() < 0.25:
         state = Random(f"{seed} weights").choice(WEIGHTS)
-    if state == "by plan":
+    if state == "stays" and plan == "optimize" and Random(f"{seed} planned weights").random() < 0.2:
+        state = PLANNED_WEIGHTS if optimizer != "lbfgs" else state
+    if state in ("by plan", PLANNED_WEIGHTS):
         layers = (*layers, (("wide", 0),))
         optimizer = "momentum" if optimizer == "sgd" else optimizer  # which has no state
     model = ModelDraw(layers, traits, own_loss)
     # What changes in a few elements shows in any sample of a small tensor, and in few samples of a large one.
     num_samples = r.choice((4, 4, 4, 64))
-    sides = tuple(side for side in sides if side not in NOT_SIDES.get(state.removeprefix("weights "), ()))
-    if core in NOT_CORES.get(state.removeprefix("weights "), ()):
+    moves = "in_backward" if state == PLANNED_WEIGHTS else state.removeprefix("weights ")
+    sides = tuple(side for side in sides if side not in NOT_SIDES.get(moves, ()))
+    if core in NOT_CORES.get(moves, ()):
         core = "plain"
     draw = Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples, state=state)
     words = drawn_loss(seed, is_inside=plan in WITH_BUDGET)

@@ -33,6 +33,8 @@ from tests.support.independent_count import IndependentCount
 from tests.support.solved import random_plan
 from tests.support.virtual_engine import VirtualEngine, virtual
 
+PLANNED_WEIGHTS = "weights by plan, in_backward"
+"""A state: `memory.weights: swap`, which updates in backward."""
 KINDS = ("keep", "swap", "recompute", "both", "leaves", "mixed", "solved", "planned", "optimize")
 WITH_BUDGET = frozenset({"planned", "optimize"})
 MEMORY = {"min_bytes": 0}
@@ -92,7 +94,7 @@ class Rig:
         """Put the plan on, and have the optimizer's state elsewhere."""
         if self.tide is not None or self.swap is not None:
             self.stop()
-        if self.state.startswith("weights"):
+        if self.state.startswith("weights") and self.state != PLANNED_WEIGHTS:
             update = "in_backward" if self.state.endswith("in_backward") else "step"
             self.swap = lowtide.swap_weights(model, optimizer, update=update, min_bytes=1, engine=self._engine())
         self.tide = self.apply(model, optimizer, self._engine())
@@ -255,6 +257,8 @@ def _selecting(model: nn.Module, optimizer: Any, engine: Any) -> Any:
 
 def _moving(draw: Any, state: str) -> dict[str, Any]:
     """What `memory` says of the optimizer's state."""
+    if draw.state == PLANNED_WEIGHTS:
+        return {"weights": "swap"}
     if draw.state != "by plan":
         return {}
     return {"optimizer": state}

@@ -90,7 +90,7 @@ class ForwardPass:
         self.recipe_graph: RecipeGraph | None = None
         if context.nodes is not None:
             self.recipe_graph = RecipeGraph(
-                context.scheduler, context.counters, self._stay, context.fingerprints, self.log
+                context.scheduler, context.counters, self._stay, context.fingerprints, self.log, weights=self.weights
             )
         self._is_compiled = False
         """A compiled part is running."""
