@@ -86,7 +86,7 @@ def test_planned_steps_have_the_bits_of_plain_ones(make: Any, set_to_none: bool,
 
 def test_auto_moves_them_only_where_it_must() -> None:
     seen = []
-    for budget in ("14MiB", "200MiB"):
+    for budget in ("10MiB", "200MiB"):
         memory = {"budget": budget, "weights": "auto", "recompute": "none"}
         found = trained(adamw, memory, ends=lambda tide: seen.append(tide.plan.moves_weights))
         assert_same(found, trained(adamw, None))
