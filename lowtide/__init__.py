@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from lowtide.public import current as current
     from lowtide.public import load as load
     from lowtide.public import observe as observe
+    from lowtide.public import optimize as optimize
     from lowtide.public import remove as remove
     from lowtide.public import selective_offload as selective_offload
     from lowtide.public import swap_optimizer as swap_optimizer
     from lowtide.public import swap_weights as swap_weights
     from lowtide.public import write_report as write_report
-    from lowtide.runtime.autopilot.optimize import optimize as optimize
     from lowtide.runtime.autopilot.plan_model import plan as plan
     from lowtide.runtime.session.tide import Tide as Tide
 
@@ -42,7 +42,7 @@ _HOMES = {
     "current": "lowtide.public",
     "load": "lowtide.public",
     "observe": "lowtide.public",
-    "optimize": "lowtide.runtime.autopilot.optimize",
+    "optimize": "lowtide.public",
     "plan": "lowtide.runtime.autopilot.plan_model",
     "remove": "lowtide.public",
     "selective_offload": "lowtide.public",

@@ -1,13 +1,14 @@
 """The public functions that join what stands in several rooms.
 
-What: `apply`, `observe`, `current`, `remove`, `write_report`, `selective_offload`, `swap_optimizer`, `swap_weights` and
-`load` of `lowtide`.
-`plan`, `optimize` and `cross_entropy` stand where their work is done; `lowtide/__init__.py` has the table.
+What: `apply`, `optimize`, `observe`, `current`, `remove`, `write_report`, `selective_offload`, `swap_optimizer`,
+`swap_weights` and `load` of `lowtide`.
+`plan` and `cross_entropy` stand where their work is done; `lowtide/__init__.py` has the table.
 Each function imports what it needs when it is called, so that one of them does not load the rooms of all.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,10 +81,41 @@ def apply(
     if not isinstance(memory, Plan):
         memory = load_memory(memory)
         if memory.has_budget:
-            from lowtide.runtime.autopilot.optimize import optimize  # a fixed plan needs none of it
-
             return optimize(model, memory=memory, optimizer=optimizer, engine=engine, group=group)
     return apply_plan(model, memory, optimizer=optimizer, engine=engine, group=group)
+
+
+def optimize(
+    model: torch.nn.Module,
+    budget: int | str | None = None,
+    *,
+    memory: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    engine: EngineChoice = None,
+    group: Any = None,
+    strict: bool | None = None,
+) -> Tides:
+    """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
+    the `with` block.
+
+    lowtide observes the first forward pass (one extra step, after which everything is as before) and makes a plan from
+    it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs, or a model that has
+    changed, get new plans. With several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line
+    when a plan is made. Where no plan fits, the one with the smallest peak is used, with a warning that says by how
+    much it is over. `strict` (also in `memory`): that is a `BudgetError`, as it is where the device has no room for
+    that plan. Without `optimizer`, the one that steps the model's parameters is found, and its state counted from then
+    on. Raises `ConfigError` at once for mistakes.
+    """
+    from lowtide.runtime.autopilot.optimize import optimize as optimize_model
+    from lowtide.runtime.autopilot.plan_model import merged_config
+
+    config = merged_config(memory, budget)
+    how: Any = {"optimizer": optimizer, "engine": engine, "group": group, "strict": strict}
+    if config.weights != "keep":
+        from lowtide.weights.planned import PlacedWeights
+
+        how["place"] = functools.partial(PlacedWeights, model, config)
+    return optimize_model(model, memory=config, **how)
 
 
 def _refuse_without_sections(first_layer: int | None, tp_group: Any) -> None:

@@ -171,6 +171,7 @@ class AskedStep:
         assert plan.predicted is not None
         swapped = sum(site.stored_bytes for site in plan.sites if site.fate is Fate.SWAP)
         moved = 0 if plan.optimizer is None else plan.optimizer.moved_bytes or 0
+        moved += 0 if plan.weights is None else plan.weights.moved_bytes
         found = plan.predicted
         seconds = found.step_seconds + found.check_seconds
         return self._row(name, found.peak_bytes, seconds, host_bytes=swapped + moved)
@@ -436,4 +437,5 @@ def document(
         "rows": [dataclasses.asdict(row) for row in rows],
         "tries": [dataclasses.asdict(row) for row in tries],
         "digest": None if plan is None else plan.digest(),
+        **({} if plan is None or plan.weights is None else {"weights": dataclasses.asdict(plan.weights)}),
     }

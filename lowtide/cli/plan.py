@@ -35,7 +35,6 @@ from lowtide.report.write import check_form, write_report
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from lowtide.cli.run_step import Weight
     from lowtide.core.plan import Plan
     from lowtide.core.profile import Profile
     from lowtide.report.budget_sweep import SweptBudget
@@ -63,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*_STATE_PLACES, *get_args(OptimizerKind)),
         help="where its state is between steps; or, with --model, which one it is (adamw)",
     )
-    text = "with --model: auto prices a step whose weights are elsewhere until their turn"
-    parser.add_argument("--weights", choices=_PLACES, help=text)
+    parser.add_argument("--weights", choices=_PLACES, help="where those of layers are between their turns")
     parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="plan from what `lowtide profile` saved")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -173,7 +171,8 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         tries: list[alternatives.Alternative] = []
         if args.largest is not None:
             makes = {"lowtide": planner}
-            if settled.config.rows is not None and settings.train.grad_accumulation == 1:
+            has_own = settled.config.weights != "keep"  # which update in backward too
+            if settled.config.rows is not None and settings.train.grad_accumulation == 1 and not has_own:
                 early = dataclasses.replace(settled.config, optimizer="in_backward")
                 early_settled = dataclasses.replace(settled, config=early)
                 makes["lowtide, updates in backward"] = _PlanMaker(early_settled, hardware, waiting, planner.traced)
@@ -195,45 +194,17 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         weights = weights_of_run(step.run, step.plain.layers)
         if args.report is not None and plan is not None:
             planner.draw(plan, args.report)
-        elsewhere = _elsewhere(step, settled, weights, args)
     if args.out is not None and plan is not None:
         write(args.out, plan.to_json())
     if args.json:
-        print(json.dumps(alternatives.document(step, rows, plan, tries) | ({} if elsewhere is None else elsewhere[1])))
+        print(json.dumps(alternatives.document(step, rows, plan, tries)))
     else:
         print("\n".join(alternatives.lines(step, rows, weights, args.largest, width_of_stdout(), tries=tries)))
-        print("\n".join(wrapped(["", *elsewhere[0]], width_of_stdout())) if elsewhere is not None else "", end="")
-    if error is not None and elsewhere is None:
+        if plan is not None and plan.weights is not None:
+            print("\n".join(wrapped(["", *plan.weights.lines()], width_of_stdout())))
+    if error is not None:
         raise error
     return 0
-
-
-def _elsewhere(
-    step: alternatives.AskedStep, settled: Settled, weights: Sequence[Weight], args: argparse.Namespace
-) -> tuple[list[str], dict[str, Any]] | None:
-    """What the step costs whose weights come for their layer's turn: in lines, and as plain data."""
-    if args.weights in (None, "keep"):
-        return None
-    from lowtide.planner.weights import streamed
-
-    found = streamed(
-        step.plain,
-        settled.config,
-        link=step.hardware.link,
-        budget_bytes=step.budget_bytes,
-        layer_bytes=sum(weight.nbytes for weight in weights if weight.is_in_layer),
-        tokens=step.run.train.batch_size * step.run.data.sequence_length,
-    )
-    over = found.step_seconds / found.plain_seconds - 1
-    lines = [
-        f"weights elsewhere: {found.step_seconds:.2f} s a step, {100 * over:+.1f} % over a device without a limit; "
-        f"compute waits {found.stall_seconds:.2f} s of it",
-        f"the link brings {format_bytes(found.in_bytes)} and takes {format_bytes(found.out_bytes)} of weights and "
-        f"optimizer state a step; main memory has {format_bytes(found.host_bytes)}",
-        f"from {found.hidden_from_tokens:,} tokens a step on the link is hidden (N*)\n",
-    ]
-    figures = dataclasses.asdict(dataclasses.replace(found, plan=None))  # type: ignore[arg-type]
-    return lines, {"weights": figures}
 
 
 class _PlanMaker:
@@ -327,7 +298,9 @@ def memory_with(settings: RunConfig, path: str | os.PathLike[str], args: argpars
     }
     if args.optimizer in _STATE_PLACES:
         changes["optimizer"] = args.optimizer
-    elif args.optimizer is not None and args.model is None:
+    if args.weights is not None:
+        changes["weights"] = args.weights
+    if args.optimizer not in (None, *_STATE_PLACES) and args.model is None:
         raise ConfigError(f"--optimizer: {args.optimizer} goes with --model; in a run file write it as train.optimizer")
     if changes.get("budget") == 0:
         raise ConfigError(NO_BYTES)

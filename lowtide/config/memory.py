@@ -16,6 +16,7 @@
       loss: auto                               # auto | sliced | plain: the loss in slices of rows, to the bit;
                                                # or {rows: 16384}: head and loss in blocks of so many rows
       optimizer: auto                          # keep | swap | auto | in_backward: where its state is between steps
+      weights: auto                            # keep | swap | auto: where layers' weights are between their turns
 
 Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
 budget, `recompute` and `swap` are `auto` unless written otherwise, and rules are limits for the solver.
@@ -101,6 +102,9 @@ class MemoryConfig:
     """swap: the state is on the next tier between steps. auto: as far as a budget asks for it and time allows it.
     in_backward: as swap, and it travels while backward runs, where each parameter is updated as soon as its gradient is
     there, and the gradient freed. For one backward pass a step and no clipping over all parameters."""
+    weights: Literal["keep", "swap", "auto"] = "keep"
+    """swap: the weights of layers are on the next tier, but for the layer's turn in forward and backward. auto: where
+    that is faster, or nothing else fits. Both mean `optimizer: in_backward`."""
     loss: Literal["auto", "sliced", "plain"] | BlocksOfRows | None = None
     """sliced: the row-wise part of the loss in slices of rows, with the same bits. auto: where the model's loss is one
     that lowtide knows. Absent: auto with a budget, plain without. `rows`: head and loss in blocks of so many rows, so
@@ -128,6 +132,20 @@ class MemoryConfig:
         for key in ("recompute", "swap"):
             if not self.has_budget and getattr(self, key) == "auto":
                 raise FieldError(key, "auto needs a budget to plan for; write e.g. budget: 20GiB")
+        if self.weights != "keep":
+            if not self.has_budget:
+                raise FieldError(
+                    "weights",
+                    f"{self.weights} needs a budget to plan for; write e.g. budget: 20GiB, or call "
+                    "lowtide.swap_weights",
+                )
+            if self.optimizer not in ("keep", "in_backward"):
+                raise FieldError(
+                    "weights",
+                    f"{self.weights} updates parameters while backward runs, and optimizer: "
+                    f"{self.optimizer} does not; write optimizer: in_backward, or leave it out",
+                )
+            object.__setattr__(self, "optimizer", "in_backward")
         if self.strict and not self.has_budget:
             raise FieldError("strict", "true needs a budget to plan for; write e.g. budget: 20GiB")
         if self.rows is not None and self.rows < 2:

@@ -117,6 +117,48 @@ class OptimizerPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPlacement:
+    """Where the weights of layers are between their turns. Bytes and seconds are of one step."""
+
+    moved_bytes: int
+    """Weights that are on `tier` but for their layer's turn; 0: all of them stay."""
+    resident_bytes: int = 0
+    """Weights of layers that could move and stay on the device."""
+    layers: tuple[str, ...] = ()
+    """Whose weights move."""
+    tier: Tier = Tier.HOST
+    window_bytes: int = 0
+    """Of them, on the device at a time."""
+    in_bytes: int = 0
+    """What the link brings of weights and optimizer state."""
+    out_bytes: int = 0
+    """What it takes of them."""
+    host_bytes: int = 0
+    """All that is on `tier` at once: weights, optimizer state, activations."""
+    exposed_seconds: float = 0.0
+    """Compute waits for weights."""
+    hidden_from_tokens: int | None = None
+    """N*: tokens of a step from which on the link has time for weights and optimizer state beside compute."""
+    reason: str
+    """One short phrase."""
+
+    def lines(self) -> list[str]:
+        """Where the weights of layers are, and what that costs."""
+        if not self.moved_bytes:
+            return [f"weights: stay on the device, {self.reason}"]
+        stays = f", {format_bytes(self.resident_bytes)} of other layers stay" if self.resident_bytes else ""
+        hidden = "" if self.hidden_from_tokens is None else f"; N* = {self.hidden_from_tokens:,} tokens a step"
+        return [
+            f"weights: {format_bytes(self.moved_bytes)} of {len(self.layers)} layers on the {self.tier.value} until "
+            f"their turn{stays}; {self.reason}",
+            f"  {format_bytes(self.window_bytes)} of them are on the device at a time; {self.tier.value}: "
+            f"{format_bytes(self.host_bytes)} in all",
+            f"  with optimizer state {format_bytes(self.in_bytes)} come and {format_bytes(self.out_bytes)} go in a "
+            f"step; compute waits {format_seconds(self.exposed_seconds)} for weights{hidden}",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What a solved plan will cost. One step of one micro-batch."""
 

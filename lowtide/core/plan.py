@@ -27,7 +27,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision
+from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision, WeightsPlacement
 from lowtide.core.fate import Fate
 from lowtide.core.json_text import Mistake, build, parse_json
 from lowtide.core.rules import Rules
@@ -78,6 +78,8 @@ class Plan:
     """Of a block of a layer (`memory.rows`), likewise."""
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: it stays where it is."""
+    weights: WeightsPlacement | None = None
+    """Where the weights of layers are between their turns; None: they stay."""
     audited_peak_bytes: int | None = None
     """The peak of steps in which every live byte was counted (`tide.audit()`), to stand beside the predicted one."""
 
@@ -91,9 +93,16 @@ class Plan:
         all of the optimizer's state, and the loss is plain."""
         if self.loss != "plain" or self._rows() or (self.optimizer is not None and self.optimizer.moves):
             return False
+        if self.moves_weights:
+            return False
         if self.sites:
             return all(site.fate is Fate.KEEP and site.codec is None for site in self.sites)
         return self.rules.does_nothing
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether the weights of some layers are elsewhere until their turn."""
+        return self.weights is not None and self.weights.moved_bytes > 0
 
     def digest(self) -> str:
         """12 hex digits over what all ranks must agree on: rules, `min_bytes` and layer names, and the fates of a
@@ -109,6 +118,7 @@ class Plan:
             **({} if self.loss == "plain" else {"loss": self.loss}),
             **self._rows(),
             **({} if self.optimizer is None or not self.optimizer.moves else {"optimizer": self.optimizer.overlap}),
+            **({"weights": self.weights.layers} if self.weights is not None and self.moves_weights else {}),
         }
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -136,6 +146,7 @@ class Plan:
             "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
             "account": [dataclasses.asdict(line) for line in self.account],
             "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
+            **({} if self.weights is None else {"weights": dataclasses.asdict(self.weights)}),
             **({} if self.audited_peak_bytes is None else {"audited_peak_bytes": self.audited_peak_bytes}),
             "sites": [_site_to_dict(site) for site in self.sites],
         }
@@ -209,6 +220,8 @@ def plan_table(plan: Plan, width: int | None = None) -> str:
     lines += _lines_about_rows(plan)
     if plan.optimizer is not None:
         lines += plan.optimizer.lines()
+    if plan.weights is not None:
+        lines += plan.weights.lines()
     if plan.is_solved and any(site.recipe is not None for site in plan.sites):
         lines.append(_check_line(plan))
     if plan.is_solved and any(site.codec is not None for site in plan.sites):

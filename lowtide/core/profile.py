@@ -179,6 +179,8 @@ class Profile:
     """Of a block of head and loss, where that was asked for."""
     layer_rows: int | None = None
     """Of a block of a layer, likewise."""
+    layer_weights: tuple[int, ...] = ()
+    """Parallel to `layers`: bytes of the weights of each that can be elsewhere until its turn. Empty: not known."""
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -282,6 +284,9 @@ def _check(profile: Profile) -> None:
         _check_amounts(entries, column)
     if len(profile.signatures) != len(profile.layers):
         raise Mistake(f"expected one for each of {len(profile.layers)} layers", "signatures")
+    if profile.layer_weights and len(profile.layer_weights) != len(profile.layers):
+        raise Mistake(f"expected one for each of {len(profile.layers)} layers", "layer_weights")
+    _check_amounts(profile.layer_weights, "layer_weights")
     if not 0 < profile.num_forward_ops < num_ops:
         raise Mistake(f"expected a number from 1 to {num_ops - 1}", "num_forward_ops")
     for name, value in dataclasses.asdict(profile.state).items():

@@ -53,12 +53,12 @@ def updates_allowed(
 ) -> tuple[UpdatesInBackward, ...]:
     """What `memory.optimizer: in_backward` asks for: with all of the state moving, and with that of large parameters
     on the device. Raises `ConfigError` where it cannot be done."""
-    refuse_without_effect(profile.state, config)
     if num_micro_batches > 1:
         raise ConfigError(
             f"memory.optimizer: in_backward is for one backward pass a step, and this step has {num_micro_batches} "
             "micro-batches; write optimizer: auto, which fetches state under the last one's backward"
         )
+    refuse_without_effect(profile.state, config)
     bucket_bytes = min(bucket_size(profile.state, link), -(-profile.state.optimizer_movable // _LEAST_BUCKETS))
     bucket_bytes = max(bucket_bytes, profile.state.optimizer_unit, 1)
     all_of_it = UpdatesInBackward.of(profile, bucket_bytes, NUM_PLACES)
@@ -102,7 +102,8 @@ class UpdatesInBackward(StateShares):
 
     def _closed(self, profile: Profile) -> list[tuple[int, int]]:
         """The operator at which each bucket is updated, and the bytes of its gradients."""
-        return closed_buckets(profile, int(self.bucket_bytes / self.bytes_per_gradient_byte))
+        ratio = self.bytes_per_gradient_byte
+        return closed_buckets(profile, int(self.bucket_bytes / ratio) if ratio else self.bucket_bytes)
 
     def _stays(self, gradient_bytes: int) -> bool:
         return self.large_bytes is not None and gradient_bytes > self.large_bytes
@@ -172,6 +173,7 @@ def _visitor(number: int, nbytes: int, need: int, free: int) -> Item:
         release=need + 1,
         fates=(Fate.SWAP,),
         visit_bytes=nbytes,
+        leave_bytes=nbytes,
         fetch_from=free,
     )
 

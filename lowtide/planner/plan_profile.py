@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lowtide.core.decisions import Prediction, SiteDecision
+from lowtide.core.decisions import Prediction, SiteDecision, WeightsPlacement
 from lowtide.core.fate import Fate
 from lowtide.core.pattern import Pattern
 from lowtide.core.plan import Plan
@@ -31,6 +31,7 @@ from lowtide.planner.problem import decisions
 from lowtide.planner.rerun_layers import call_seconds
 from lowtide.planner.space import Found, Question, Space, Way
 from lowtide.planner.state_items import StateShares, split, state_curve
+from lowtide.planner.weights import WeightsInTurn, placement_of, weights_allowed
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_seconds
@@ -129,7 +130,9 @@ def _problem(
 def _shares(
     profile: Profile, config: MemoryConfig, link: Link, num_micro_batches: int
 ) -> tuple[StateShares | None, ...]:
-    """What may become of the optimizer's state."""
+    """What may become of the optimizer's state, and of weights."""
+    if config.weights != "keep":
+        return weights_allowed(profile, config, link, num_micro_batches)
     if config.optimizer == "in_backward":
         return updates_allowed(profile, config, link, num_micro_batches)
     return shares_allowed(profile, config, link, num_micro_batches)
@@ -250,7 +253,19 @@ def _plan_of(
         predicted=prediction,
         account=account if shares is None else shares.shown(account, problem, timeline.peak_tick),
         optimizer=None if config.optimizer == "keep" else choice.placement,
+        weights=_weights_of(found, config),
     )
+
+
+def _weights_of(found: Found, config: MemoryConfig) -> WeightsPlacement | None:
+    if config.weights == "keep":
+        return None
+    moves = isinstance(found.way.shares, WeightsInTurn)
+    reason = "memory.weights asks for it"
+    if config.weights == "auto":
+        reason = "the step is faster so, or fits" if moves else "the step is faster so"
+    question = found.way.question
+    return placement_of(found, question.profile, question.link, reason)
 
 
 def _with_layers(rules: Rules, layers: tuple[str, ...]) -> Rules:

@@ -157,8 +157,8 @@ class Program:
                 continue
             if Fate.SWAP in item.fates:
                 # Both copies run, and compute falls behind by its share of them.
-                nbytes = item.nbytes + item.visit_bytes
-                behind = share * (self._out_seconds(nbytes) + self._back_seconds(nbytes))
+                out_bytes, back_bytes = item.nbytes + item.leave_bytes, item.nbytes + item.visit_bytes
+                behind = share * (self._out_seconds(out_bytes) + self._back_seconds(back_bytes))
                 entry.swap = build.column(behind, 1.0, whole=True)
             if Fate.RECOMPUTE in item.fates and item.form_of is None:
                 form = None if item.form is None else items[item.form]
@@ -186,8 +186,11 @@ class Program:
         return columns
 
     def _is_free(self, index: int) -> bool:
-        """Nothing is to be decided: a retained input of nobody, or somebody else holds it until backward reads it."""
+        """Nothing is to be decided: a retained input of nobody, a visitor of forward, or somebody else holds it until
+        backward reads it."""
         item = self.step.items[index]
+        if item.is_for_forward(self.step.num_forward_ticks):
+            return True
         if item.is_retained_input:
             return self.needs.last[index] == self.arrays.num_ticks
         return Fate.KEEP in item.fates and item.dies >= item.reads[0]

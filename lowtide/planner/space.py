@@ -200,7 +200,7 @@ class Way:
     def host_bytes(self) -> int | None:
         """What the host takes of activations: streamed shares of the state are there too, and all may be."""
         limit = self.question.config.host_budget
-        return limit if limit is None or self.shares is None else limit - self.shares.nbytes
+        return limit if limit is None or self.shares is None else limit - self.shares.host_bytes
 
     @functools.cached_property
     def _arrays(self) -> StepArrays:

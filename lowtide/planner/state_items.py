@@ -58,6 +58,11 @@ class StateShares:
     def nbytes(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def host_bytes(self) -> int:
+        """What may be on the next tier at once."""
+        return self.nbytes
+
     def here(self, profile: Profile, *, has_gradients: bool) -> Profile:
         """The step as far as it is there all the time. `has_gradients`: those of earlier passes are."""
         return profile

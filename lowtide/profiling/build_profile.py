@@ -104,6 +104,7 @@ def profile_of(
     loss: str = "plain",
     loss_rows: int | None = None,
     layer_rows: int | None = None,
+    layer_weights: Mapping[str, int],
 ) -> Profile:
     """The profile of a traced step."""
     end = len(trace.ops.names)
@@ -130,6 +131,7 @@ def profile_of(
         loss=loss,
         loss_rows=loss_rows,
         layer_rows=layer_rows,
+        layer_weights=tuple(layer_weights[name] for name in called),
     )
 
 

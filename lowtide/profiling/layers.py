@@ -22,7 +22,12 @@ from torch import nn
 
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in
-from lowtide.tensors.private import inside_wrapper_of_compiled, is_wrapper_of_compiled
+from lowtide.tensors.kinds import is_plain_or_fake, swapped_weights_of
+from lowtide.tensors.private import inside_wrapper_of_compiled, is_wrapper_of_compiled, storage_key
+from lowtide.tensors.view import Shape
+
+MIN_BYTES = 64 * 1024
+"""Smaller weights stay on the device."""
 
 
 def find_layers(model: nn.Module) -> tuple[str, ...]:
@@ -53,6 +58,30 @@ def named_layers(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
 def is_numbered(module: nn.Module) -> bool:
     """Is it a dictionary of modules whose keys are numbers: those that layers have in the whole model?"""
     return isinstance(module, nn.ModuleDict) and len(module) > 0 and all(key.isdecimal() for key in module)
+
+
+def layer_weights(model: nn.Module, layers: Sequence[str]) -> dict[str, int]:
+    """Bytes of the weights of each layer that may be elsewhere until its turn."""
+    counts, modules, swapped = times_used(model), dict(model.named_modules()), swapped_weights_of(model)
+
+    def moves(parameter: nn.Parameter) -> bool:
+        return can_move(parameter, MIN_BYTES, counts) if swapped is None else swapped.moves(parameter)
+
+    return {name: sum(p.nbytes for p in modules[name].parameters() if moves(p)) for name in layers}
+
+
+def times_used(model: nn.Module) -> Counter[int]:
+    """How many parameters lie in each storage."""
+    return Counter(storage_key(p.untyped_storage()) for p in model.parameters() if is_plain_or_fake(p))
+
+
+def can_move(parameter: nn.Parameter, least_bytes: int, counts: Counter[int]) -> bool:
+    """Whether a weight may be elsewhere until its turn: it is plain, not small, and alone in its memory."""
+    if not is_plain_or_fake(parameter) or parameter.nbytes < least_bytes:
+        return False
+    storage, shape = parameter.untyped_storage(), Shape.of(parameter)
+    is_alone = storage.nbytes() == parameter.nbytes == shape.end_bytes() and shape.offset == 0
+    return is_alone and counts[storage_key(storage)] == 1
 
 
 def _walk(module: nn.Module, prefix: str, names: list[str]) -> None:

@@ -28,7 +28,7 @@ from lowtide.errors import ConfigError
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.layers import layer_rows_of
 from lowtide.profiling.build_profile import profile_of, with_recipes
-from lowtide.profiling.layers import find_layers
+from lowtide.profiling.layers import find_layers, layer_weights
 from lowtide.profiling.module_watch import describe
 from lowtide.profiling.op_timer import Clock, DeviceClock, HostClock, OpMemory
 from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
@@ -48,7 +48,7 @@ from lowtide.profiling.untouched import (
 )
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
-from lowtide.tensors.kinds import ACCUMULATOR
+from lowtide.tensors.kinds import ACCUMULATOR, swapped_weights_of
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import (
     num_compiled_graphs,
@@ -110,6 +110,7 @@ def observe(
         try:
             with untouched(model, (batch, loss), device, tell or warn) as before, at_rest(model) as gathered:
                 recorder.state.about_to_write = before.about_to_write
+                recorder.state.storages.weights = swapped_weights_of(model)
                 ends = Ends(before)
                 given = tree_map_only(torch.Tensor, ends.cut, batch)
                 for name, parameter in gathered.items():
@@ -157,6 +158,7 @@ def observe(
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
         layer_rows=layer_rows_of(model),
+        layer_weights=layer_weights(model, names),
     )
 
 

@@ -169,7 +169,7 @@ class SavedTensorRecorder:
 
     def hooks(self) -> contextlib.AbstractContextManager:
         """Saved-tensor hooks for the forward of the step."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _open)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._open)
 
     @never_compiled
     def _pack(self, saved: torch.Tensor) -> Any:
@@ -191,9 +191,19 @@ class SavedTensorRecorder:
                 return self._stay(saved, record)
             return _Handle(self._parked_for(record, tensor), tensor, shell_of(saved))
 
-    def _stay(self, tensor: torch.Tensor, record: Storage | None) -> torch.Tensor:
+    @never_compiled
+    def _open(self, handle: Any) -> torch.Tensor:
+        if isinstance(handle, torch.Tensor):
+            return handle
+        with self._state.silently():
+            return handle.open()
+
+    def _stay(self, tensor: torch.Tensor, record: Storage | None) -> Any:
         if record is not None:
             self.kept.add(record.index)
+        weights = self._state.storages.weights
+        if weights is not None and (held := weights.hold(tensor)) is not None:
+            return held
         return tensor if tensor.grad_fn is None else tensor.detach()
 
     def _why_it_stays(self, tensor: torch.Tensor, record: Storage) -> str:
@@ -276,11 +286,6 @@ class SavedTensorRecorder:
             storage, node.storage, lambda: setattr(node, "release", max(node.release, self._state.ops.count))
         )
         return storage
-
-
-@never_compiled
-def _open(handle: Any) -> torch.Tensor:
-    return handle.open() if isinstance(handle, _Handle) else handle
 
 
 def is_parameter(record: Storage) -> bool:

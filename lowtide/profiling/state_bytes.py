@@ -31,6 +31,7 @@ from torch import nn
 
 from lowtide.core.profile import StateBytes
 from lowtide.tensors.fsdp import is_sharded, local_part
+from lowtide.tensors.kinds import swapped_weights_of
 from lowtide.tensors.live_bytes import LiveBytes, optimizer_tensors, unique_bytes
 from lowtide.tensors.optimizers import (
     CUT_ELEMENTS,
@@ -67,11 +68,16 @@ def state_bytes(
     would run (torch's own run over all parameters at once there)."""
     parameters = list(model.parameters())
     known = {id(p) for p in parameters}
-    held = unique_bytes(parameters, device_type)
+    weights = swapped_weights_of(model)
+    moved = [p for p in parameters if weights is not None and weights.is_planned and weights.moves(p)]
+    away = set(moved)
+    # Plans say how much of what comes and goes is there.
+    held = unique_bytes([p for p in parameters if p not in away], device_type) + sum(p.nbytes for p in moved)
     state = _optimizer_bytes(optimizer, is_accelerator)
     return StateBytes(
         parameters=held,
-        buffers=unique_bytes([*parameters, *(b for b in model.buffers() if id(b) not in known)], device_type) - held,
+        buffers=unique_bytes([*parameters, *(b for b in model.buffers() if id(b) not in known)], device_type)
+        - unique_bytes(parameters, device_type),
         gradients=sum(_gradient_bytes(p) for p in parameters if p.requires_grad),
         optimizer=state.nbytes,
         optimizer_movable=state.movable,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -35,6 +36,10 @@ class Storages:
         self.gathered: list[Gathered] = []
         self._device = device
         self._now = now
+        self.weights: Any = None
+        """The handle of weights that come and go, if there is one."""
+        self._moved: dict[torch.Tensor, Storage] = {}
+        """The records of these, wherever their bytes are."""
         self._live: dict[int, tuple[weakref.ref, Storage]] = {}
 
     def enroll(self, tensor: torch.Tensor, kind: str, name: str) -> Storage | None:
@@ -42,7 +47,10 @@ class Storages:
         tensor = inside(tensor)
         if not is_plain_or_fake(tensor):
             return None
-        return self.find(tensor) or self.register(tensor, kind, name, -1)
+        record = self.find(tensor) or self.register(tensor, kind, name, -1)
+        if self.weights is not None and self.weights.moves(tensor):
+            self._moved[tensor] = record
+        return record
 
     def enroll_gathered(self, parameter: torch.Tensor, name: str) -> None:
         """Put a parameter on record that FSDP2 gathers in one storage from time to time."""
@@ -63,6 +71,8 @@ class Storages:
     def find(self, tensor: torch.Tensor) -> Storage | None:
         """The record of the tensor's storage."""
         entry = self._live.get(storage_key(tensor.untyped_storage()))
+        if entry is None and self._moved:
+            return self._moved.get(self.weights.weight_in(tensor.untyped_storage()))
         return None if entry is None else entry[1]
 
     def find_or_register(self, tensor: torch.Tensor, kind: str) -> Storage:

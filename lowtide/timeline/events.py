@@ -13,7 +13,8 @@ The rules:
 - fetches start in order of need, each at the last tick from which it still arrives with some slack; later where memory
   has no room yet, but never after the need. At the need compute waits for a fetch that is not complete;
 - an item that only visits the device (`Item.visit_bytes`) is not copied out in forward, is fetched once there is a
-  place for it, and takes the lane out after its need, which nothing waits for;
+  place for it, and takes the lane out after its need, which nothing waits for but the end of a step whose forward has
+  visitors too: what they bring has left then;
 - recomputed items are made at their first need, in a chain, on the compute lane;
 - a copy slows compute down by `compute_share` of its own time, charged to the tick at which it is issued.
 
@@ -156,14 +157,14 @@ class _Clock:
         swapped = np.flatnonzero(lifetimes.is_swapped)
         self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
         self.evict_by: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
-        visits = arrays.visit_bytes[self.swapped]
-        nbytes = arrays.nbytes[self.swapped] + visits
-        leaving = link.latency_seconds + nbytes / link.out_bytes_per_second
-        self.out_seconds = np.where(visits > 0, 0.0, leaving)
-        self.in_seconds = link.latency_seconds + nbytes / link.in_bytes_per_second
-        self.after_seconds = np.where(visits > 0, leaving, 0.0)
+        own_bytes, visits = arrays.nbytes[self.swapped], arrays.visit_bytes[self.swapped]
+        leave_bytes = arrays.leave_bytes[self.swapped]
+        self.out_seconds = np.where(visits > 0, 0.0, link.latency_seconds + own_bytes / link.out_bytes_per_second)
+        self.in_seconds = link.latency_seconds + (own_bytes + visits) / link.in_bytes_per_second
+        leaving = link.latency_seconds + leave_bytes / link.out_bytes_per_second
+        self.after_seconds = np.where(leave_bytes > 0, leaving, 0.0)
         """Of copies out in backward: of visitors, and 0 for others."""
-        self.compute_share = link.compute_share
+        self.link = link
         self.contention = np.zeros(arrays.num_ticks)
         np.add.at(self.contention, arrays.saved[self.swapped] + 1, self.out_seconds * link.compute_share)
         self.made_seconds = np.zeros(arrays.num_ticks)
@@ -179,6 +180,7 @@ class _Clock:
         assert fixed is None or np.all((fixed > arrays.saved[self.swapped]) & (fixed <= num_forward))
         saved = arrays.saved[self.swapped].tolist()
         nbytes, copy_seconds = arrays.nbytes[self.swapped].tolist(), self.out_seconds.tolist()
+        visitors = _Visitors(self)
         durations = (arrays.seconds + self.contention)[:num_forward].tolist()
         # From this tick on only autograd holds it.
         idle = earliest_evict(arrays)[self.swapped]
@@ -203,11 +205,12 @@ class _Clock:
                     coming.leave(nbytes)
                     self.evict_by[position] = tick
                     self._wait(landed[position], position)
+            visitors.come(tick)
             self._compute(tick, durations[tick])
             while next_out < len(saved) and saved[next_out] == tick:
                 start = max(lane_free, self.now)
                 lane_free = landed[next_out] = start + copy_seconds[next_out]
-                self._note("out", self._name(next_out), start, lane_free)
+                self.note("out", self._name(next_out), start, lane_free)
                 next_out += 1
         if landed:
             self._wait(lane_free, len(saved) - 1)
@@ -227,7 +230,7 @@ class _Clock:
         starts = self._nominal_starts()
         wanted = self._latest_ticks(order, needs, starts)
         nbytes, dies = arrays.nbytes[self.swapped].tolist(), arrays.dies[self.swapped].tolist()
-        visits, free = (self.after_seconds > 0).tolist(), arrays.fetch_from[self.swapped].tolist()
+        visits, free = (arrays.visit_bytes[self.swapped] > 0).tolist(), arrays.fetch_from[self.swapped].tolist()
         chosen = np.zeros(len(order), np.int64)
         earliest = num_forward
         for position, tick in zip(order, wanted):
@@ -272,11 +275,11 @@ class _Clock:
         num_forward = arrays.step.num_forward_ticks
         assert np.all((prefetch_ticks >= num_forward) & (prefetch_ticks <= self.lifetimes.need[self.swapped]))
         order = self.fetch_order()
-        np.add.at(self.contention, prefetch_ticks, (self.in_seconds + self.after_seconds) * self.compute_share)
+        np.add.at(self.contention, prefetch_ticks, (self.in_seconds + self.after_seconds) * self.link.compute_share)
         starts = self._nominal_starts()
         needs, issues = self.lifetimes.need[self.swapped].tolist(), prefetch_ticks.tolist()
         # What waits for a place lets others pass.
-        lane = sorted(order, key=issues.__getitem__) if self.after_seconds.any() else order
+        lane = sorted(order, key=issues.__getitem__) if arrays.visit_bytes.any() else order
         copy_seconds, after_seconds = self.in_seconds.tolist(), self.after_seconds.tolist()
         shift = self.now
         lane_free = out_free = 0.0
@@ -289,35 +292,41 @@ class _Clock:
                 issued = lane[next_in]
                 start = max(lane_free, shift + float(starts[issues[issued] - num_forward]))
                 lane_free = arrived[issued] = start + copy_seconds[issued]
-                self._note("in", self._name(issued), start, lane_free)
+                self.note("in", self._name(issued), start, lane_free)
                 next_in += 1
             self.now = shift + float(starts[need - num_forward])
             self._wait(arrived[position], position)
             if after_seconds[position]:
                 start = max(out_free, self.now)
                 out_free = start + after_seconds[position]
-                self._note("out", self._name(position), start, out_free)
+                self.note("out", self._name(position), start, out_free)
             shift = self.now - float(starts[need - num_forward])
             shifts.append((need, shift))
         durations = (arrays.seconds + self.contention + self.made_seconds)[num_forward:]
         self.now = shift + float(durations.sum())
+        if len(arrays.for_forward) and order:
+            self._wait(out_free, order[-1])
         if self.with_events:
             self._note_backward(starts, shifts)
 
     # -- both ------------------------------------------------------------------------------------------------------
 
     def _wait(self, until: float, position: int) -> None:
+        self.wait_for(until, self._name(position))
+
+    def wait_for(self, until: float, name: str) -> None:
+        """Compute waits for a copy of this name."""
         if until <= self.now:
             return
-        self._note("stall", self._name(position), self.now, until)
+        self.note("stall", name, self.now, until)
         self.stall_seconds += until - self.now
         self.now = until
 
     def _compute(self, tick: int, seconds: float) -> None:
-        self._note("compute", f"forward {tick}", self.now, self.now + seconds)
+        self.note("compute", f"forward {tick}", self.now, self.now + seconds)
         self.now += seconds
 
-    def _note(self, lane: str, name: str, start: float, end: float) -> None:
+    def note(self, lane: str, name: str, start: float, end: float) -> None:
         if self.with_events:
             self.events.append(Event(lane=lane, name=name, start=start, end=end))
 
@@ -341,10 +350,41 @@ class _Clock:
             now = shifts[place][1] + float(starts[tick - num_forward])
             for index in made.get(tick, ()):
                 seconds = float(self.lifetimes.made_seconds[index])
-                self._note("compute", f"recompute {arrays.step.items[index].name}", now, now + seconds)
+                self.note("compute", f"recompute {arrays.step.items[index].name}", now, now + seconds)
                 now += seconds
             seconds = float(arrays.seconds[tick] + self.contention[tick])
-            self._note("compute", f"backward {tick - num_forward}", now, now + seconds)
+            self.note("compute", f"backward {tick - num_forward}", now, now + seconds)
+
+
+class _Visitors:
+    """What forward reads and is elsewhere before: each is fetched once its place is free, one after the other."""
+
+    def __init__(self, clock: _Clock) -> None:
+        arrays, link = clock.arrays, clock.link
+        self._clock = clock
+        self._fetches: dict[int, list[int]] = {}
+        self._needs: dict[int, list[int]] = {}
+        self._arrived: dict[int, float] = {}
+        self._lane_free = 0.0
+        for index in arrays.for_forward.tolist():
+            item = arrays.step.items[index]
+            self._fetches.setdefault(item.fetch_from, []).append(index)
+            self._needs.setdefault(item.reads[0], []).append(index)
+            clock.contention[item.fetch_from] += link.compute_share * self._seconds(index)
+
+    def _seconds(self, index: int) -> float:
+        link, item = self._clock.link, self._clock.arrays.step.items[index]
+        return link.latency_seconds + item.visit_bytes / link.in_bytes_per_second
+
+    def come(self, tick: int) -> None:
+        """The tick is about to begin: fetch what has a place now, and wait for what it reads."""
+        clock, items = self._clock, self._clock.arrays.step.items
+        for index in self._fetches.get(tick, ()):
+            start = max(self._lane_free, clock.now)
+            self._lane_free = self._arrived[index] = start + self._seconds(index)
+            clock.note("in", items[index].name, start, self._lane_free)
+        for index in self._needs.get(tick, ()):
+            clock.wait_for(self._arrived[index], items[index].name)
 
 
 class _Coming:

@@ -37,7 +37,7 @@ Ticks = Sequence[int | None]
 """A tick for each item, or None where there is none."""
 _COLUMNS = (
     *("nbytes", "born", "saved", "dies", "recipe_seconds", "recipe_bytes", "decode_seconds", "work_bytes"),
-    *("visit_bytes", "fetch_from", "check_bytes", "check_until"),
+    *("visit_bytes", "leave_bytes", "fetch_from", "check_bytes", "check_until"),
 )
 """Fields of items that `StepArrays` has by the same names."""
 
@@ -62,7 +62,11 @@ class StepArrays:
     decode_seconds: Floats
     work_bytes: Ints
     visit_bytes: Ints
+    """Of visitors that backward reads."""
+    leave_bytes: Ints
     fetch_from: Ints
+    for_forward: Ints
+    """Indices of the visitors that forward reads, in the order in which they are fetched."""
     check_bytes: Ints
     check_until: Ints
     dependents_first: tuple[int, ...]
@@ -82,6 +86,8 @@ class StepArrays:
             name: np.array([getattr(item, name) for item in items], float if name.endswith("_seconds") else np.int64)
             for name in _COLUMNS
         }
+        early = [index for index, item in enumerate(items) if item.is_for_forward(step.num_forward_ticks)]
+        early.sort(key=lambda index: (items[index].fetch_from, items[index].reads[0]))
         arrays = cls(
             step=step,
             seconds=np.array([tick.seconds for tick in step.ticks], float),
@@ -89,9 +95,13 @@ class StepArrays:
             first_read=np.array([item.reads[0] if item.reads else num_ticks for item in items], np.int64),
             release=np.array([max(item.release, item.reads[-1] + 1 if item.reads else 0) for item in items], np.int64),
             dependents_first=_dependents_first(items),
+            for_forward=np.array(early, np.int64),
             **columns,
             **_stops(step),
         )
+        arrays.visit_bytes[arrays.for_forward] = 0
+        # Nothing in backward reads them, so that they are there for nobody but the clock.
+        arrays.first_read[arrays.for_forward] = num_ticks
         assert num_ticks > 0 and 0 <= step.num_forward_ticks <= num_ticks
         assert np.all((arrays.born >= 0) & (arrays.born <= arrays.saved) & (arrays.saved < step.num_forward_ticks))
         assert np.all((arrays.dies >= arrays.born) & (arrays.dies <= num_ticks) & (arrays.release <= num_ticks))

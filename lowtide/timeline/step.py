@@ -66,8 +66,10 @@ class Item:
     """Of a smaller form: bytes beyond all items, in tick `born` while it is made, and while the item is made from
     it."""
     visit_bytes: int = 0
-    """Of what is elsewhere when the step begins, is read once in backward, and leaves after that, through a place that
-    ticks count among their own bytes: what its copies take each way. Its `nbytes` are 0."""
+    """Of what is elsewhere when the step begins and is read once, in forward or backward, through a place that ticks
+    count among their own bytes: what comes for that. Its `nbytes` are 0."""
+    leave_bytes: int = 0
+    """What leaves after that, in backward."""
     fetch_from: int = 0
     """Not fetched before this tick, in which its place is free."""
 
@@ -75,6 +77,10 @@ class Item:
     def is_retained_input(self) -> bool:
         """Not saved by autograd: present only if a recipe reads it."""
         return not self.reads
+
+    def is_for_forward(self, num_forward_ticks: int) -> bool:
+        """A visitor that forward reads: nothing is to be decided about it, and it is only on the clock."""
+        return self.visit_bytes > 0 and self.reads[0] < num_forward_ticks
 
     @property
     def sources(self) -> tuple[int, ...]:

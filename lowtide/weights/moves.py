@@ -140,6 +140,8 @@ class WeightMoves:
         """By the storage that has the bytes now, or that stands for them while they are away."""
         self.hosts: dict[Movable, torch.Tensor] = {}
         """The bytes in each slot as a tensor of main memory. Right while no copy is under way."""
+        self.staying: frozenset[Movable] = frozenset()
+        """What does not leave for others."""
         self.open: list[tuple[Movable, ...]] = []
         """What must stay: of the uses that have begun and not ended."""
         self.expected: tuple[Movable, ...] = ()
@@ -325,7 +327,7 @@ class WeightMoves:
         """Whether so many bytes find room, without waiting, where what is used later than at `distance` may go."""
         if self._taken_bytes + nbytes <= self.window_bytes:
             return True
-        needed = needed.union(*self.open)
+        needed = needed.union(self.staying, *self.open)
         later = [i for i in self._here if i not in needed and self._distance.get(i, _NEVER) > distance]
         clean = [item for item in later if item.is_here and item.leaving is None and item.is_clean]
         if self._taken_bytes + nbytes - sum(item.nbytes for item in clean) > self.window_bytes:
@@ -337,7 +339,7 @@ class WeightMoves:
         """Send away what is used last until there is room for so many bytes."""
         if self._taken_bytes + nbytes <= self.window_bytes:
             return
-        needed = needed.union(*self.open)
+        needed = needed.union(self.staying, *self.open)
         candidates = [item for item in self._here if item not in needed] if among is None else among
         candidates.sort(key=lambda item: -self._distance.get(item, _NEVER))
         leaving: list[Movable] = []
@@ -481,9 +483,9 @@ class WeightMoves:
                 self.send(item)
 
     def hide_all(self) -> None:
-        """Send everything away, and wait until main memory and files have it."""
+        """Send everything away that does not stay, and wait until main memory and files have it."""
         with self.lock, quiet():
-            for item in list(self._here):
+            for item in [each for each in self._here if each not in self.staying]:
                 self._arrive(item)
                 self.leave(item)
                 if item.leaving is None:  # gone, or not ours any more

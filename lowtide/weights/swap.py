@@ -25,8 +25,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ from lowtide.errors import ConfigError, TierFull
 from lowtide.optimizer.buckets import LEAST_BYTES
 from lowtide.optimizer.requests import check_names, engine_for, tiers_from
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
-from lowtide.profiling.layers import find_layers
+from lowtide.profiling.layers import MIN_BYTES, can_move, find_layers, times_used
 from lowtide.runtime.saved.handle import Kept, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, patched_module
 from lowtide.tensors.compiled import compiled_parts
@@ -52,6 +51,7 @@ from lowtide.tensors.optimizers import bare, parameters_of
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
+    current_autograd_node,
     storage_key,
     top_saved_tensors_hooks,
     tree_leaves,
@@ -64,7 +64,6 @@ from lowtide.weights.load import Incoming
 from lowtide.weights.moves import Movable, WeightMoves, quiet
 
 UPDATES = ("step", "in_backward")
-MIN_BYTES = 64 * 1024
 _CALL = "lowtide.swap_weights"
 _BUCKET_SHARE = 16
 _MOST_BUCKET_BYTES = 128 * MIB
@@ -148,8 +147,11 @@ def swap_weights(
     min_bytes: int | str = MIN_BYTES,
     folder: Any = None,
     device: Any = None,
+    bucket_bytes: int | None = None,
+    layers: Sequence[str] | None = None,
 ) -> WeightSwap:
-    """See `lowtide.swap_weights`."""
+    """See `lowtide.swap_weights`. `bucket_bytes`: of optimizer state, where there is no budget. `layers`: their names;
+    None: they are found."""
     found = bare(optimizer) if optimizer is not None else None
     _check(model, found, update)
     is_coming = folder is not None or device is not None
@@ -160,7 +162,7 @@ def swap_weights(
     if tier == "mapped":
         raise ConfigError("lowtide.swap_weights: tier 'mapped' is for optimizer state alone; use 'host' or 'disk'")
     least = parse_bytes(min_bytes)
-    movable = _units_of(model, least)
+    movable = _units_of(model, least, find_layers(model) if layers is None else layers)
     if not movable:
         raise ConfigError(
             f"{_CALL}: {type(model).__name__} has no weights of {format_bytes(least)} and more that could move; give "
@@ -169,7 +171,7 @@ def swap_weights(
     parameters = [item.parameter for unit in movable for item in unit.items]
     place = parameters[0].device if incoming is None else incoming.device
     mode = update if found is not None else "none"
-    window_bytes, bucket_bytes, staying = _sizes(movable, budget, mode, is_host=place.type == "cpu")
+    window_bytes, found_bytes, staying = _sizes(movable, budget, mode, is_host=place.type == "cpu")
     movable = [unit for unit in movable if unit not in staying]
     swap: WeightSwap | None = None
     try:
@@ -179,7 +181,7 @@ def swap_weights(
         moves = WeightMoves(chosen, place, tiers_from(chosen, tier))
         moves.window_bytes = window_bytes
         swap = WeightSwap(model, movable, moves, closes_engine=chosen is not engine)
-        swap.attach(found, update, bucket_bytes, incoming)
+        swap.attach(found, update, bucket_bytes or found_bytes, incoming)
     except BaseException:
         if swap is not None:
             swap.remove()
@@ -189,16 +191,16 @@ def swap_weights(
     return swap
 
 
-def _units_of(model: nn.Module, least_bytes: int) -> list[_Unit]:
+def _units_of(model: nn.Module, least_bytes: int, layers: Sequence[str]) -> list[_Unit]:
     """The parts of a model with the weights in them that can move; a tied one is in several."""
-    counts = Counter(storage_key(p.untyped_storage()) for p in model.parameters() if is_plain(p))
+    counts = times_used(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     item_of = {
-        p: Movable(names[p], p, Shape.of(p), is_gradient=False) for p in names if _can_move(p, least_bytes, counts)
+        p: Movable(names[p], p, Shape.of(p), is_gradient=False) for p in names if can_move(p, least_bytes, counts)
     }
     units = [
         _Unit(name, module, [item_of[p] for p in module.parameters() if p in item_of])
-        for name, module in _parts_of(model).items()
+        for name, module in _parts_of(model, set(layers)).items()
     ]
     return [unit for unit in units if unit.items]
 
@@ -250,9 +252,8 @@ def _check_place(model: nn.Module) -> None:
         )
 
 
-def _parts_of(model: nn.Module) -> dict[str, nn.Module]:
+def _parts_of(model: nn.Module, layers: set[str]) -> dict[str, nn.Module]:
     """What comes and goes together, by name: layers, and the outermost modules that have none inside."""
-    layers = set(find_layers(model))
     found: dict[str, nn.Module] = {}
 
     def walk(module: nn.Module, name: str) -> None:
@@ -268,15 +269,6 @@ def _parts_of(model: nn.Module) -> dict[str, nn.Module]:
 
     walk(model, "")
     return found
-
-
-def _can_move(parameter: nn.Parameter, least_bytes: int, counts: Counter) -> bool:
-    """Plain, not small, and alone in its memory."""
-    if not is_plain(parameter) or type(parameter) not in PLAIN_TYPES or parameter.nbytes < least_bytes:
-        return False
-    storage, shape = parameter.untyped_storage(), Shape.of(parameter)
-    is_alone = storage.nbytes() == parameter.nbytes == shape.end_bytes() and shape.offset == 0
-    return is_alone and counts[storage_key(storage)] == 1
 
 
 def _sizes(
@@ -339,7 +331,11 @@ class WeightSwap:
         self._used: set[_Unit] = set()
         self._has_warned = False
         self._undo: list[Callable[[], Any]] = []
-        self._optimizer_swap: OptimizerSwap | None = None
+        self.optimizer_swap: OptimizerSwap | None = None
+        self.is_planned = False
+        """Whether plans say which weights move, and count them."""
+        self._is_limited = False
+        """Whether one has."""
         self.device = moves.device
 
     # -- attach and remove ---------------------------------------------------------------------------------------------
@@ -355,13 +351,9 @@ class WeightSwap:
         its bytes just before; None: they are there."""
         moves = self._moves
         if optimizer is not None and self.weights:
-            self._optimizer_swap = swap_optimizer(
-                optimizer,
-                overlap=update,
-                resident=0.0,
-                bucket_bytes="auto" if bucket_bytes is None else bucket_bytes,
-                engine=moves.engine,
-                weights=self,
+            size = "auto" if bucket_bytes is None else bucket_bytes
+            self.optimizer_swap = swap_optimizer(
+                optimizer, overlap=update, bucket_bytes=size, engine=moves.engine, weights=self
             )
         self._place_all({*parameters_of(optimizer)} if optimizer is not None and update == "step" else set())
         for item in self.weights.values():
@@ -421,10 +413,11 @@ class WeightSwap:
         they were. Idempotent. Where memory runs out the swap stays in force, and a later call goes on from there."""
         moves = self._moves
         with moves.lock:
+            moves.staying = frozenset()
             moves.hide_all()
-            if self._optimizer_swap is not None:
-                self._optimizer_swap.detach()
-                self._optimizer_swap = None
+            if self.optimizer_swap is not None:
+                self.optimizer_swap.detach()
+                self.optimizer_swap = None
             for item in [*self.weights.values(), *self._gradients.values()]:
                 if item.is_away:
                     tensor, host = item.tensor, moves.hosts[item]
@@ -445,6 +438,32 @@ class WeightSwap:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
+    # -- under plans ---------------------------------------------------------------------------------------------------
+
+    def place_state(self, *, resident: float, bucket_bytes: int, num_buffers: int) -> None:
+        """Have the optimizer's state move in buckets of this size, unless some of it has moved already."""
+        before = self.optimizer_swap
+        if before is None or before.stats.swapped_bytes:
+            return
+        before.detach()
+        how: Any = {"resident": resident, "bucket_bytes": bucket_bytes, "num_buffers": num_buffers}
+        self.optimizer_swap = swap_optimizer(
+            before.optimizer, overlap="in_backward", engine=self._moves.engine, weights=self, **how
+        )
+
+    def move_only(self, names: Collection[str], window_bytes: int) -> None:
+        """Have the weights of no parts but these come and go, with so many bytes of them there at a time. Of what
+        stays after an earlier call no more stays than now."""
+        moves, moving = self._moves, {item for unit in self._units if unit.name in names for item in unit.items}
+        staying = frozenset(self.weights.values()) - moving
+        if self._is_limited:
+            staying &= moves.staying
+        moves.hide_all()
+        moves.staying = staying
+        moves.window_bytes = window_bytes + sum(item.nbytes for item in staying)
+        self._is_limited = True
+        moves.bring(staying)
+
     # -- a layer's turn ------------------------------------------------------------------------------------------------
 
     def _around(self, unit: _Unit) -> Callable[[Callable, tuple, dict], Any]:
@@ -452,7 +471,8 @@ class WeightSwap:
             self._used.add(unit)
             self._open.append(unit)
             try:
-                with self._moves.using(("forward", unit.name), unit.items), self._holding_saved():
+                kind = "forward" if current_autograd_node() is None else "again"
+                with self._moves.using((kind, unit.name), unit.items), self._holding_saved():
                     output = forward(*args, **kwargs)
             finally:
                 self._open.remove(unit)
@@ -525,6 +545,15 @@ class WeightSwap:
         """Whether this is a weight that comes and goes."""
         return tensor in self.weights
 
+    def weight_in(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """The weight whose bytes a storage has now, or stands for while they are away."""
+        item = self._moves.items.get(storage_key(storage))
+        return None if item is None or item.is_gradient else item.parameter
+
+    def bring(self, weight: torch.Tensor) -> None:
+        """Have it on the device, out of turn."""
+        self._moves.bring([self.weights[weight]])
+
     def storage_of(self, item: Movable, unit: _Unit) -> torch.UntypedStorage:
         """The weight's bytes on the device, for the backward of this part."""
         with self._moves.lock:
@@ -575,7 +604,7 @@ class WeightSwap:
         with self._moves.using(("update", items[0].name), items, is_update=True):
             yield
         for item in weights:
-            if not item.is_clean:
+            if not item.is_clean and item not in self._moves.staying:
                 self._moves.send(item)
 
     # -- what others see -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from tests.attack.classes import CHANGE, CLASSES, COUNTED_CORES, NOT_YET
 from tests.attack.habits import CORES, LEAN_CORES, RARE_SIDES, SIDES, WORD_SIDES, Run, own_process_state
 from tests.attack.models import TRAITS, ModelDraw, build
 from tests.attack.now import TOKENS, WAYS
-from tests.attack.plans import KINDS, WITH_BUDGET, Broken, OverBudget, PlainRig, RowsRig, rig_for
+from tests.attack.plans import KINDS, PLANNED_WEIGHTS, WITH_BUDGET, Broken, OverBudget, PlainRig, RowsRig, rig_for
 from tests.attack.traces import Trace, process_state
 from tests.attack.words import SAMPLES, WordLoss, drawn_loss
 
@@ -141,7 +141,7 @@ class Draw:
             side.start(run)
         run.optimizer_steps = self.core != "searching"
         run.play = lambda step: _step(self, run, step)
-        trace.sees_gradients = not self.state.startswith("in_backward")  # it has used them
+        trace.sees_gradients = self.state not in ("in_backward", EARLY_BY_PLAN, PLANNED_WEIGHTS)  # it has used them
         seed_all(self.seed + 1)
         return run
 
@@ -204,6 +204,9 @@ def any_draw(seed: int) -> Draw:
         state = Random(f"{seed} weights").choice(WEIGHTS)
     if state == "by plan":
         state = Random(f"{seed} early").choice((state, EARLY_BY_PLAN))
+    if state == "stays" and plan == "optimize" and Random(f"{seed} planned weights").random() < 0.2:
+        state = PLANNED_WEIGHTS if optimizer != "lbfgs" else state
+    if state in ("by plan", EARLY_BY_PLAN, PLANNED_WEIGHTS):
         layers = (*layers, (("wide", 0),))
         optimizer = "momentum" if optimizer == "sgd" else optimizer  # which has no state
     model = ModelDraw(layers, traits, own_loss)

@@ -34,6 +34,8 @@ from tests.support.independent_count import IndependentCount
 from tests.support.solved import random_plan
 from tests.support.virtual_engine import VirtualEngine, virtual
 
+PLANNED_WEIGHTS = "weights by plan, in_backward"
+"""A state: `memory.weights: swap`, which updates in backward."""
 KINDS = ("keep", "swap", "recompute", "both", "leaves", "mixed", "solved", "planned", "optimize")
 WITH_BUDGET = frozenset({"planned", "optimize"})
 MEMORY = {"min_bytes": 0}
@@ -108,7 +110,7 @@ class Rig:
         """Put the plan on, and have the optimizer's state elsewhere."""
         if self.tide is not None or self.swap is not None:
             self.stop()
-        if self.state.startswith("weights"):
+        if self.state.startswith("weights") and self.state != PLANNED_WEIGHTS:
             update = "in_backward" if self.state.endswith("in_backward") else "step"
             self.swap = lowtide.swap_weights(model, optimizer, update=update, min_bytes=1, engine=self._engine())
         self.tide = self.apply(model, optimizer, self._engine())
@@ -272,6 +274,8 @@ def _selecting(model: nn.Module, optimizer: Any, engine: Any) -> Any:
 
 def _moving(draw: Any, state: str) -> dict[str, Any]:
     """What `memory` says of the optimizer's state."""
+    if draw.state == PLANNED_WEIGHTS:
+        return {"weights": "swap"}
     if "by plan" not in draw.state:
         return {}
     return {"optimizer": "in_backward" if draw.updates_early else state}
@@ -284,7 +288,7 @@ def _rows(draw: Any) -> dict[str, Any]:
 
 def _placement(draw: Any) -> OptimizerPlacement | None:
     """The same in a plan that nobody has solved for it; a bucket for each weight."""
-    if "by plan" not in draw.state:
+    if draw.state not in ("by plan", "in_backward by plan"):
         return None
     overlap: Any = "in_backward" if draw.updates_early else Random(f"{draw.seed} overlap").choice(_OVERLAPS)
     return OptimizerPlacement(moved_bytes=None, bucket_bytes=4096, overlap=overlap, reason="drawn")

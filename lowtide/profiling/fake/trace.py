@@ -57,7 +57,7 @@ from lowtide.profiling.fake.fake_model import (
     without_numbers,
 )
 from lowtide.profiling.fake.roofline import op_seconds, workspace_bytes
-from lowtide.profiling.layers import find_layers
+from lowtide.profiling.layers import find_layers, layer_weights
 from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
 from lowtide.profiling.saved_tensors import fake_stash
 from lowtide.profiling.smaller import traced_codec
@@ -236,6 +236,7 @@ def trace(
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
         layer_rows=layer_rows_of(model),
+        layer_weights=layer_weights(model, names),
     )
     del expanded
     if left := fakes_left(mode, own):

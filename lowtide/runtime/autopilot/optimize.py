@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from lowtide.config.memory import plan_from_rules
 from lowtide.core.log import LOG
-from lowtide.engines.base import EngineChoice
+from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.choose import choose_engine
 from lowtide.engines.device_memory import memory_of_model
 from lowtide.errors import ConfigError
@@ -37,18 +38,9 @@ def optimize(
     engine: EngineChoice = None,
     group: Any = None,
     strict: bool | None = None,
+    place: Callable[[Any, Engine, str], PlacedState] = PlacedState,
 ) -> Tides:
-    """Make `model` train within `budget` bytes per device ("20GiB", "90%" or "auto"), until `remove()` or the end of
-    the `with` block.
-
-    lowtide observes the first forward pass (one extra step, after which everything is as before) and makes a plan from
-    it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs, or a model that has
-    changed, get new plans. With several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line
-    when a plan is made. Where no plan fits, the one with the smallest peak is used, with a warning that says by how
-    much it is over. `strict` (also in `memory`): that is a `BudgetError`, as it is where the device has no room for
-    that plan. Without `optimizer`, the one that steps the model's parameters is found, and its state counted from then
-    on. Raises `ConfigError` at once for mistakes.
-    """
+    """See `lowtide.optimize`. `place`: makes what keeps the optimizer's state, and weights, where plans have them."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.optimize: expected a torch.nn.Module, not {type(model).__name__}")
     check_group(group, "lowtide.optimize")
@@ -65,7 +57,7 @@ def optimize(
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)
-    placed = PlacedState(optimizer, chosen, "lowtide.optimize")
+    placed = place(optimizer, chosen, "lowtide.optimize")
     placed.check(bare.optimizer)
     if config.optimizer == "auto" and (optimizer is None or (refusal := placed.why_not())):
         if optimizer is not None:
@@ -77,7 +69,11 @@ def optimize(
         return Autopilot(tides, Planner(model, config, chosen, group, room=room))
 
     how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group}
-    return Tides(model, optimizer, chosen, autopilot, call="lowtide.optimize", **how)
+    try:
+        return Tides(model, optimizer, chosen, autopilot, call="lowtide.optimize", **how)
+    except BaseException:
+        placed.remove()
+        raise
 
 
 def _room(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -91,7 +91,9 @@ class ForwardPass:
             self.log = OperatorLog(context.logged_kinds)
         self.recipe_graph: RecipeGraph | None = None
         if context.nodes is not None:
-            self.recipe_graph = RecipeGraph(context.scheduler, self._stay, context.fingerprints, self.log)
+            self.recipe_graph = RecipeGraph(
+                context.scheduler, self._stay, context.fingerprints, self.log, weights=self.weights
+            )
         self._is_compiled = False
         """A compiled part is running."""
         # One object, so that `is_innermost` can compare by identity.

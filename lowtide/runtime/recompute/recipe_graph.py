@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -78,6 +79,8 @@ class RecipeGraph:
     """The pass learns position tables: it is the first one, or the model has changed."""
     modes: Modes = field(default_factory=Modes)
     """The modes at the beginning of the pass."""
+    weights: Any = None
+    """The handle of weights that come and go; None where all stay."""
     _sources: dict[str, Source] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[Node, RecomputedSource]]] = field(default_factory=dict)
 
@@ -200,6 +203,8 @@ class RecipeGraph:
             if tensor is None or tensor.dtype != entry.shape.dtype:
                 return None
             local = inside(tensor)
+            if self.weights is not None and self.weights.moves(tensor):
+                return StateLink(entry.name, tensor, entry.shape, tensor, self.weights)
             fits = is_plain(local) and entry.shape.end_bytes() <= local.untyped_storage().nbytes()
             return StateLink(entry.name, local.detach(), entry.shape, tensor.detach()) if fits else None
         source = self._sources[entry.name]

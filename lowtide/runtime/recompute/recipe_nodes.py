@@ -180,19 +180,26 @@ class SourceLink:
 class StateLink:
     """One input of a recipe: a parameter or a buffer, as it was in the forward.
 
-    `counter` is the tensor that has the version: the tensor itself, or the distributed one around it.
+    `counter` is the tensor that has the version: the tensor itself, or the distributed one around it. `weights`: the
+    handle that has `tensor` come and go, which is a parameter then, and is where it was in the forward now.
     """
 
-    __slots__ = ("counter", "name", "shape", "tensor", "version")
+    __slots__ = ("_key", "counter", "name", "shape", "tensor", "version", "weights")
 
-    def __init__(self, name: str, tensor: torch.Tensor, shape: Shape, counter: torch.Tensor) -> None:
+    def __init__(
+        self, name: str, tensor: torch.Tensor, shape: Shape, counter: torch.Tensor, weights: Any = None
+    ) -> None:
         self.name = name
         self.tensor = tensor
         self.counter = counter
         self.version = version_of(counter)
         self.shape = shape
+        self.weights = weights
+        self._key = storage_key(tensor.untyped_storage())
 
     def open(self) -> torch.Tensor:
+        if self.weights is not None:
+            self.weights.bring(self.tensor)
         storage = self.tensor.untyped_storage()
         if self.shape.end_bytes() > storage.nbytes():
             raise RuntimeError(
@@ -203,11 +210,13 @@ class StateLink:
         return self.shape.over(storage)
 
     def start(self) -> Start:
-        return Start(self.name, storage_key(self.tensor.untyped_storage()), version_of(self.tensor), self.shape)
+        return Start(self.name, self._key, version_of(self.tensor), self.shape)
 
     def seen_as(self, shape: Shape) -> StateLink:
         """The same tensor in another shape."""
-        return StateLink(self.name, self.tensor, shape, self.counter)
+        other = StateLink(self.name, self.tensor, shape, self.counter, self.weights)
+        other._key = self._key
+        return other
 
     def is_intact(self) -> bool:
         return version_of(self.counter) == self.version

@@ -31,6 +31,7 @@ from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.wrap import matches_a_module, module_names
 from lowtide.tensors.compiled import compiled_parts, lies_in, refuse_compiled
+from lowtide.tensors.kinds import swapped_weights_of
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.ranks import ALONE, gather
 
@@ -50,6 +51,11 @@ def apply(
     """
     refuse_unsuitable(model)
     plan = plan_of(model, memory)
+    if plan.moves_weights and swapped_weights_of(model) is None:
+        raise ConfigError(
+            "lowtide.apply: this plan has weights elsewhere until their turn, which lowtide.optimize carries out; call "
+            "it with the same memory section"
+        )
     optimizer = optimizer_of(optimizer, "lowtide.apply")
     refuse_foreign(model, optimizer, "lowtide.apply")
     check_patterns(model, plan, is_part=group == ALONE)

@@ -83,7 +83,7 @@ class PlacedState:
         self.resident_bytes = placement.resident_bytes
 
     def _attach(self, plan: Plan, placement: OptimizerPlacement, share: float) -> None:
-        where = _plan_of_place(plan, placement)
+        where = plan_of_place(plan, placement)
         self._engine = self.beside.another(where)
         try:
             self.handle = swap_optimizer(
@@ -111,7 +111,7 @@ class PlacedState:
             self._engine = None
 
 
-def _plan_of_place(plan: Plan, placement: OptimizerPlacement) -> Plan:
+def plan_of_place(plan: Plan, placement: OptimizerPlacement) -> Plan:
     """What an engine for the state alone is chosen by: tiers and their limits."""
     path = plan.disk_path or (default_directory() if placement.tier is Tier.DISK else None)
     return dataclasses.replace(
