@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_189,
+    "lines": 59_193,
     "files": 257,
     "classes": 547,
     "files that one other file imports": 39,
