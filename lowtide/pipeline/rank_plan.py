@@ -43,6 +43,7 @@ from lowtide.planner.place_state import NUM_SLOTS, bucket_size, refuse_without_e
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import Problem
 from lowtide.planner.rerun_layers import can_rerun
+from lowtide.planner.smaller import form_of
 from lowtide.planner.state_items import StateShares
 from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
@@ -405,7 +406,10 @@ class _Own:
 def _problem_under(profile: Profile, config: MemoryConfig, plan: Plan) -> tuple[Problem, list[Fate]]:
     """The solver's problem of a step, and the fates that `plan` gives its sites."""
     layers = tuple(rule.pattern.text for rule in plan.rules.rules if rule.fate is Fate.RECOMPUTE)
-    fate_of = {site.name: site.fate for site in plan.sites}
+    fate_of: dict[str, Fate] = {}
+    for site in plan.sites:
+        # What is stored smaller is made from its form, whose fate the plan names.
+        fate_of |= {form_of(site.name): site.fate, site.name: Fate.RECOMPUTE} if site.codec else {site.name: site.fate}
     problem = problem_of(profile, config, has_gradients=True, layers=layers)
     names = (problem.profile.nodes[index].name for index in problem.nodes)
     return problem, [fate_of.get(name, Fate.KEEP) for name in names]

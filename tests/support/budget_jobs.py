@@ -172,8 +172,9 @@ class Rank:
 def budgets(
     rank: int,
     name: str,
-    shares: list[float],
+    share: float,
     *,
+    is_of_plain: bool = False,
     num_steps: int = 2,
     about: dict[str, Any] | None = None,
     holds: bool = False,
@@ -181,47 +182,48 @@ def budgets(
 ) -> dict[str, Any]:
     """Between the least that is possible and what the plain pipeline needs: what differs, and what was needed.
 
+    `is_of_plain`: the share is of what the plain pipeline needs, and the least is not looked for, unless it is more.
     `holds`: the threads that send hold on to what has gone until somebody waits for that, as on a busy machine.
     """
     it = Rank(name, rank, **(about or {}))
     truth, plain = it.train(num_steps)
-    it.end()
-    it.begin()
-    with pytest.raises(BudgetError) as caught:
-        it.fit(1 << 10, **memory)
-    floor = caught.value.floor_bytes
     most = max(max(peaks) for peaks in _everywhere(plain))
-    rows = []
-    for share in shares:
+    budget, text = int(share * most), ""
+    try:
         it.end()
         it.begin()
-        budget = int(floor + share * (most - floor))
-        with contextlib.closing(it.pipeline), it.fit(budget, **memory) as plans:
-            with pytest.MonkeyPatch.context() as patch:
-                if holds:
-                    _hold(it.pipeline.transport, patch)
-                bits, peaks = it.train(num_steps, plans)
-            stats = [tide.stats for tide in plans.tides.values()]
-        rows.append(
-            {
-                "budget": budget,
-                "peaks": peaks,
-                "promised": plans.found.peak_bytes,
-                "different": [
-                    (step, number)
-                    for step, (own, want) in enumerate(zip(bits, truth, strict=True))
-                    for number, pair in enumerate(zip(own, want, strict=True))
-                    if not same_bits(*pair)
-                ],
-                "recomputed": sum(each.recomputed_bytes for each in stats),
-                "swapped": sum(each.swapped_bytes for each in stats),
-                "spilled": sum(each.num_spills for each in stats),
-                "divergences": sum(each.num_divergences for each in stats),
-                "summaries": list(plans.summaries.values()),
-                "moved": 0 if plans.found.optimizer is None else plans.found.optimizer.moved_bytes,
-            }
-        )
-    return {"floor": floor, "plain": plain, "rows": rows, "text": str(caught.value)}
+        plans = it.fit(budget if is_of_plain else 1 << 10, **memory)
+    except BudgetError as error:
+        text, floor = str(error), error.floor_bytes
+        budget = floor if is_of_plain else int(floor + share * (most - floor))
+        it.end()
+        it.begin()
+        plans = it.fit(budget, **memory)
+    with contextlib.closing(it.pipeline), plans:
+        with pytest.MonkeyPatch.context() as patch:
+            if holds:
+                _hold(it.pipeline.transport, patch)
+            bits, peaks = it.train(num_steps, plans)
+        stats = [tide.stats for tide in plans.tides.values()]
+    return {
+        "plain": plain,
+        "text": text,
+        "budget": budget,
+        "peaks": peaks,
+        "promised": plans.found.peak_bytes,
+        "different": [
+            (step, number)
+            for step, (own, want) in enumerate(zip(bits, truth, strict=True))
+            for number, pair in enumerate(zip(own, want, strict=True))
+            if not same_bits(*pair)
+        ],
+        "recomputed": sum(each.recomputed_bytes for each in stats),
+        "swapped": sum(each.swapped_bytes for each in stats),
+        "spilled": sum(each.num_spills for each in stats),
+        "divergences": sum(each.num_divergences for each in stats),
+        "summaries": list(plans.summaries.values()),
+        "moved": 0 if plans.found.optimizer is None else plans.found.optimizer.moved_bytes,
+    }
 
 
 def _hold(link: Any, patch: pytest.MonkeyPatch) -> None:
