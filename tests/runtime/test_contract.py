@@ -97,6 +97,7 @@ def under(model: nn.Module, memory: dict, engine: Any = VIRTUAL) -> Iterator[Any
 # What lives as long as the tide itself; everything else belongs to graphs.
 _OF_THE_TIDE = (
     "OffloadScheduler",
+    "Window",
     "PlanContext",
     "Counters",
     "Ledger",
