@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_077,
-    "files": 257,
-    "classes": 546,
+    "lines": 59_025,
+    "files": 256,
+    "classes": 543,
     "files that one other file imports": 39,
-    "classes with more than 15 attributes": 23,
+    "classes with more than 15 attributes": 22,
     "class names that several classes have": 14,
     "parameters of a constructor": 9,
     "lines of a function, 95 of 100": 27,
