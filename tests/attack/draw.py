@@ -228,7 +228,7 @@ def with_rows(draw: Draw) -> Draw:
     """The same with layers as in Llama, and these in blocks of rows. The numbers of a step are in attributes: layers in
     blocks are given tensors alone."""
     r = Random(f"{draw.seed} rows")
-    others = _ROW_BLOCKS if r.random() < 0.8 else _BLOCKS_TO_REFUSE
+    others = _ROW_BLOCKS if r.random() < 0.6 else _BLOCKS_TO_REFUSE
     pool = [[("heads", r.randrange(1000)), (r.choice(others), r.randrange(1000))] for _ in range(2)]
     pool += [[(r.choice(_ROW_BLOCKS), r.randrange(1000))]]
     layers = tuple(tuple(r.sample(layer, len(layer))) for layer in r.choices(pool, k=r.choice((2, 3))))
