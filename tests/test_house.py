@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 60_040,
-    "files": 260,
-    "classes": 560,
-    "files that one other file imports": 40,
-    "classes with more than 15 attributes": 24,
+    "lines": 59_497,
+    "files": 253,
+    "classes": 530,
+    "files that one other file imports": 36,
+    "classes with more than 15 attributes": 20,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,
