@@ -38,7 +38,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -48,6 +48,9 @@ from lowtide.tensors.private import DisableFuncTorch, disable_current_modes, sto
 from lowtide.tensors.view import Shape, byte_view
 
 _POLL_SECONDS = 1e-4
+FORWARD = "forward"
+Use = tuple[str, str]
+"""What items are needed for (`FORWARD`, or a part of the rest of a step), and of what."""
 _MOST_AHEAD = 8
 
 
@@ -151,12 +154,12 @@ class WeightMoves:
         self._here: dict[Movable, None] = {}
         """What takes memory of the device, longest unused first."""
         self._leaving: deque[Movable] = deque()
-        self._uses: dict[Hashable, tuple[Movable, ...]] = {}
-        self._updates: set[Hashable] = set()
+        self._uses: dict[Use, tuple[Movable, ...]] = {}
+        self._updates: set[Use] = set()
         """Uses that no other kind of use fetches ahead: what runs before them (clipping, code of the user between
         backward and step) may write to what is away, and through `.data` without a version."""
-        self._next: dict[Hashable, Hashable] = {}
-        self.last: Hashable = None
+        self._next: dict[Use, Use] = {}
+        self.last: Use | None = None
         """The name of the use that began last."""
         self._distance: dict[Movable, int] = {}
         """How many uses away the next use of an item is."""
@@ -227,7 +230,7 @@ class WeightMoves:
     # -- uses ----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def using(self, key: Hashable, items: Iterable[Movable], *, is_update: bool = False) -> Iterator[None]:
+    def using(self, key: Use, items: Iterable[Movable], *, is_update: bool = False) -> Iterator[None]:
         """`use`, and these items stay until its end. `is_update`: of an optimizer."""
         needed = tuple(items)
         if is_update:
@@ -249,7 +252,7 @@ class WeightMoves:
         """What is on the device, and what is about to be made there."""
         return self.here_bytes + sum(item.nbytes for item in self.expected if item.buffer is None)
 
-    def use(self, key: Hashable, items: Iterable[Movable], expected: tuple[Movable, ...] = ()) -> None:
+    def use(self, key: Use, items: Iterable[Movable], expected: tuple[Movable, ...] = ()) -> None:
         """Have these items on the device: a use of the name `key` begins. The next ones are fetched ahead. `expected`:
         gradients that it will make."""
         with self.lock, quiet():
@@ -264,14 +267,14 @@ class WeightMoves:
             self._bring(needed)
             self._fetch_ahead(key, set(needed))
 
-    def _look_ahead(self, key: Hashable) -> None:
+    def _look_ahead(self, key: Use) -> None:
         """How far away each item's next use is, by what came after each use the last time."""
         self._distance = dict.fromkeys(self._uses[key], 0)
         for distance, coming in enumerate(self._coming(key), 1):
             for item in self._uses[coming]:
                 self._distance.setdefault(item, distance)
 
-    def _coming(self, key: Hashable) -> Iterator[Hashable]:
+    def _coming(self, key: Use) -> Iterator[Use]:
         """The uses after this one."""
         seen = {key}
         following = self._next.get(key)
@@ -308,9 +311,13 @@ class WeightMoves:
                 "remove() of the handle, change the model, and call swap_weights again"
             )
 
-    def _fetch_ahead(self, key: Hashable, needed: set[Movable]) -> None:
+    def _fetch_ahead(self, key: Use, needed: set[Movable]) -> None:
         for number, coming in enumerate(self._coming(key), 1):
             if coming in self._updates and key not in self._updates:
+                return
+            if (key[0] == FORWARD) != (coming[0] == FORWARD):
+                # The loop's own code runs before that. What it writes through `.data` no version counts, and it would
+                # write to the slot of what is on its way.
                 return
             missing = [item for item in self._uses[coming] if item.buffer is None and item.is_away]
             wanted = sum(item.nbytes for item in missing)

@@ -61,7 +61,7 @@ from lowtide.tensors.view import Shape, View
 from lowtide.tensors.wrappers import is_distributed
 from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
-from lowtide.weights.moves import Movable, WeightMoves, quiet
+from lowtide.weights.moves import FORWARD, Movable, WeightMoves, quiet
 
 UPDATES = ("step", "in_backward")
 _CALL = "lowtide.swap_weights"
@@ -471,7 +471,7 @@ class WeightSwap:
             self._used.add(unit)
             self._open.append(unit)
             try:
-                kind = "forward" if current_autograd_node() is None else "again"
+                kind = FORWARD if current_autograd_node() is None else "again"
                 with self._moves.using((kind, unit.name), unit.items), self._holding_saved():
                     output = forward(*args, **kwargs)
             finally:

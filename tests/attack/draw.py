@@ -141,7 +141,7 @@ class Draw:
             side.start(run)
         run.optimizer_steps = self.core != "searching"
         run.play = lambda step: _step(self, run, step)
-        trace.sees_gradients = self.state not in ("in_backward", EARLY_BY_PLAN, PLANNED_WEIGHTS)  # it has used them
+        trace.sees_gradients = not self.updates_early  # the backward pass may have used and freed them
         seed_all(self.seed + 1)
         return run
 

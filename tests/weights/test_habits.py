@@ -139,6 +139,31 @@ def test_a_habit_between_backward_and_step(habit: Callable[[nn.Module], None]) -
         assert_alike(model, plain)
 
 
+@pytest.mark.parametrize("habit", [_scale_data_of_gradients, _write_data], ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize("place", ["between forward and backward", "between micro-batches"])
+def test_a_habit_between_what_is_accumulated(habit: Callable[[nn.Module], None], place: str) -> None:
+    """From the second step on, what the next pass needs could be on its way when the loop writes to it, which no
+    version counts."""
+    model, optimizer, plain, plain_optimizer = two()
+    for layer in model.layers:
+        layer.register_forward_pre_hook(_rest)
+        layer.register_full_backward_pre_hook(_rest)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine="host") as handle:
+        handle._moves.window_bytes = ROOMY
+        for _ in range(3):
+            for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+                for micro in range(3):
+                    loss = each(TOKENS)
+                    if micro and place.endswith("backward"):
+                        habit(each)
+                    loss.backward()
+                    if place.endswith("batches"):
+                        habit(each)
+                its_own.step()
+                its_own.zero_grad()
+        assert_alike(model, plain)
+
+
 def test_a_weight_that_is_written_to_while_it_is_on_its_way() -> None:
     """A layer halves a weight of the one after it, in place, before that one's turn."""
     model, optimizer, plain, plain_optimizer = two()
