@@ -189,8 +189,9 @@ def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoR
     """What the plans for the stages of a pipeline do not know of."""
     if memory.slices_loss["must"]:
         fail("memory.loss", "'memory.loss' cannot be sliced beside 'pipeline', where the loss is no part of a model")
-    if memory.rows is not None:
-        fail("memory.rows", "'memory.rows' cannot stand beside a budget and 'pipeline' yet; leave it out")
+    for key, is_asked in (("rows", memory.rows is not None), ("weights", memory.weights != "keep")):
+        if is_asked:
+            fail(f"memory.{key}", f"'memory.{key}' cannot stand beside a budget and 'pipeline' yet; leave it out")
 
 
 def _model(

@@ -219,8 +219,8 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
         raise ConfigError(
             "memory.loss: 'sliced' is about a loss inside a model, and a pipeline has its own; leave it out"
         )
-    for key in ("mlp", "rows"):
-        if getattr(config, key) is not None:
+    for key, is_asked in (("rows", config.rows is not None), ("weights", config.weights != "keep")):
+        if is_asked:
             raise ConfigError(f"memory.{key}: cannot stand beside a budget for a pipeline yet; leave it out")
     for stage, module in pipeline.stages.items():
         if patched_module(module) is not None:

@@ -99,6 +99,10 @@ def test_memory_section_is_read_with_its_places() -> None:
             "run.yaml:3:31: 'memory.rows' cannot stand beside a budget and 'pipeline' yet; leave it out",
         ),
         (
+            GOOD + "memory: {budget: 20GiB, weights: swap}\npipeline: {stages: 2, micro_batches: 4}\n",
+            "run.yaml:3:34: 'memory.weights' cannot stand beside a budget and 'pipeline' yet; leave it out",
+        ),
+        (
             "model: {model_type: llama}\ntrain: {steps: 0}\n",
             "run.yaml:2:16: 'train.steps' must be at least 1, not 0",
         ),
