@@ -64,8 +64,8 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_497,
-    "files": 253,
+    "lines": 59_511,
+    "files": 254,
     "classes": 530,
     "files that one other file imports": 36,
     "classes with more than 15 attributes": 20,

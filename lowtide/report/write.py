@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.core.plan import plan_table
+from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
-from lowtide.engines.tiers.disk import RangeAllocator
 from lowtide.errors import ConfigError, wrong_argument
 from lowtide.report.pictures import (
     DARK,

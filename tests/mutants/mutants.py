@@ -102,8 +102,8 @@ HANDLES = [
     ),
     Mutant(
         "producer-not-compared",
-        "runtime.hooks.forward_pass:ForwardPass._pack",
-        without("is_same_producer"),
+        "runtime.hooks.forward_pass:ForwardPass.pack",
+        without("producer"),
         ("runtime/test_contract.py::test_contract_07_what_was_made_otherwise_or_has_other_dimensions_is_counted",),
         "a tensor at the place of another one gets that one's fate, uncounted",
     ),
@@ -196,8 +196,8 @@ SWAP = [
     ),
     Mutant(
         "spilled-after-a-write",
-        "runtime.offload.spill:Group.spill",
-        without("version_of"),
+        "runtime.offload.spill:Spillable.spill",
+        never("version_of"),
         ("runtime/offload/test_spill.py::test_what_was_written_to_is_not_spilled",),
         "the guard sends away bytes that were written to since they were saved",
     ),
@@ -272,7 +272,7 @@ ENGINES = [
     ),
     Mutant(
         "ranges-joined-wrongly",
-        "engines.tiers.disk:RangeAllocator.free",
+        "core.ranges:RangeAllocator.free",
         drops("_remove", "before"),
         ("engines/tiers/test_disk.py::test_ranges_never_overlap_and_all_come_back",),
         "two activations share a range of the disk",
@@ -349,7 +349,7 @@ RETRY = [
     Mutant(
         "limit-and-slices-lost-in-a-retry",
         "runtime.session.tide:Tide._tighten",
-        puts("(guard, slices)", "(None, None)"),
+        puts("(before.guard, before.slices)", "(None, None)"),
         (*_RETRY, *_TIDE),
         "after a retry nothing holds the budget",
     ),
@@ -403,7 +403,7 @@ COPIES = [
     ),
     Mutant(
         "spilled-for-one-reader",
-        "runtime.offload.spill:Group.spill",
+        "runtime.offload.spill:Spillable.spill",
         puts("sum((handle.num_readers for handle in handles))", "1"),
         _SPILL,
         "what the guard spilled is fetched once for each of its readers",

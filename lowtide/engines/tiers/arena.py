@@ -7,7 +7,7 @@ Why: pinning memory costs milliseconds per call, and torch's pinned allocator ro
 two (a tensor of 1.1 GiB pins 2 GiB). Slabs *are* powers of two, so nothing is lost to that rounding, and they are
 pinned once and reused for the whole run. Blocks are rounded to `BLOCK_BYTES` only: every piece starts and
 ends on this boundary of its slab (pinned slabs start on a page), which is what direct file access asks for.
-Cost: a search in a sorted list for each piece (`RangeAllocator` of disk.py). Slabs start small and double up to
+Cost: a search in a sorted list for each piece (`RangeAllocator` of core/ranges.py). Slabs start small and double up to
 `slab_bytes`, so `bytes_reserved` is at most about twice the highest `bytes_in_use`, and never above the cap.
 
 What is promised: `bytes_reserved <= cap_bytes` always; `allocate` refuses (`TierFull`) only when the free bytes and
@@ -31,7 +31,8 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.engines.tiers.disk import BLOCK_BYTES, RangeAllocator, padded
+from lowtide.core.ranges import RangeAllocator
+from lowtide.engines.tiers.disk import BLOCK_BYTES, padded
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 

@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowtide.core.ranges import RangeAllocator
 from lowtide.engines.tiers import disk as disk_module
-from lowtide.engines.tiers.disk import BLOCK_BYTES, CHUNK_BYTES, DiskTier, RangeAllocator, default_directory, padded
+from lowtide.engines.tiers.disk import BLOCK_BYTES, CHUNK_BYTES, DiskTier, default_directory, padded
 from lowtide.errors import ConfigError, TierFull
 from tests.support import processes
 
