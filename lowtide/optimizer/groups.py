@@ -9,8 +9,8 @@ Tensors keep their identity (a learning rate that is a tensor is read by kernels
 in place is noted and taken back before the next part, found by its version, so nothing is read back from a device
 unless an optimizer does this.
 
-`OwnedHook` calls a function with its owner as long as that lives; after that it takes itself off. Why: parameters and
-modules outlive optimizers. A hook that holds its owner would keep a dropped optimizer, its state and the engine with
+`OwnedHook` calls a function with its owner as long as that lives; after that it takes itself off, where it may. Why:
+parameters and modules outlive optimizers. A hook that holds its owner would keep a dropped optimizer, its state and the engine with
 its memory for as long as the model lives.
 
 Cost: a shallow copy of each group a part; below a microsecond a call of a hook. Not covered: attributes of the
@@ -31,9 +31,11 @@ from lowtide.tensors.view import same_bytes
 
 
 class OwnedHook:
-    """See the module's text. `call(owner, *arguments)` must not hold the owner."""
+    """See the module's text. `call(owner, *arguments)` must not hold the owner. `goes`: it takes itself off; not among
+    hooks over which torch walks in Python (those of optimizers, of modules), whose walk that would break."""
 
-    def __init__(self, owner: object, call: Callable[..., None]) -> None:
+    def __init__(self, owner: object, call: Callable[..., None], *, goes: bool = True) -> None:
+        self._goes = goes
         self._owner = weakref.ref(owner)
         self._call = call
         self._handle: Any = None
@@ -47,7 +49,7 @@ class OwnedHook:
         owner = self._owner()
         if owner is not None:
             self._call(owner, *arguments)
-        elif self._handle is not None:
+        elif self._goes and self._handle is not None:
             self._handle.remove()
 
     def __deepcopy__(self, memo: dict) -> OwnedHook:

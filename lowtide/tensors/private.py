@@ -314,6 +314,9 @@ def is_forward_mode() -> bool:
 
 find("torch.ops.aten.add.Tensor._schema")
 
+functional_collectives: Any = find("torch.ops._c10d_functional")
+"""The namespace of the collectives that give new tensors."""
+
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The schema of an operator (`OpOverload`): its arguments, and what it writes to. Publicly only as text, by `str`."""
 
@@ -545,8 +548,8 @@ def lowest_of_ranks(value: torch.Tensor, group_name: str) -> torch.Tensor:
 
     Publicly a group is an object, which a recorded operator does not have.
     """
-    collectives = torch.ops._c10d_functional
-    result: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(value, "min", group_name))
+    reduced = functional_collectives.all_reduce(value, "min", group_name)
+    result: torch.Tensor = functional_collectives.wait_tensor(reduced)
     return result
 
 

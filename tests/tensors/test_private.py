@@ -780,6 +780,7 @@ def test_collectives_by_the_name_of_a_group() -> None:
         assert private.lowest_of_ranks(torch.tensor(3), name).item() == 3
     names = [op.overloadpacket.__name__ for op in counting.ops if op.namespace == "_c10d_functional"]
     assert names == ["all_reduce", "wait_tensor"]
+    assert private.functional_collectives.all_reduce.default.namespace == "_c10d_functional"
 
 
 @pytest.mark.usefixtures("alone")

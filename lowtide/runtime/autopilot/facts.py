@@ -139,7 +139,7 @@ class SteppingOptimizers:
         self._model = model
         self.optimizers: list[torch.optim.Optimizer] = []
         """Those that have stepped."""
-        self._hook = OwnedHook(self, SteppingOptimizers.note).put_on(register_optimizer_step_pre_hook)
+        self._hook = OwnedHook(self, SteppingOptimizers.note, goes=False).put_on(register_optimizer_step_pre_hook)
 
     def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
-from lowtide.tensors.private import TorchDispatchMode, finished_work, storage_key, version_of
+from lowtide.tensors.private import TorchDispatchMode, finished_work, functional_collectives, storage_key, version_of
 from lowtide.tensors.wrappers import is_desugared
 
 _FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
@@ -35,7 +35,7 @@ _WAIT, _SEVERAL = "wait_tensor", _IN_PLACE[0]
 @functools.cache
 def _operators(*, are_in_place: bool) -> dict[int, str]:
     """The collectives that are covered, by identity: torch's operators are asked for their hash in Python."""
-    found = {id(getattr(torch.ops._c10d_functional, name).default): name for name in (*_FUNCTIONAL, _WAIT)}
+    found = {id(getattr(functional_collectives, name).default): name for name in (*_FUNCTIONAL, _WAIT)}
     if are_in_place:
         found |= {id(getattr(torch.ops.c10d, name).default): name for name in _IN_PLACE}
     return found

@@ -284,7 +284,8 @@ class RegionRun:
         compared with what the first run saved before anybody reads it."""
         tensors = self.open_inputs()
         dropped = self.dropped
-        to_the_end = bool(self._graphs is not None or self._functions or self._output) or dropped.path.is_filled_late
+        is_whole = self._graphs is not None or self._output is not None or dropped.path.is_filled_late
+        to_the_end = is_whole or bool(self._functions)
         saves = SecondSaves(dropped, self.fingerprints, to_the_end=to_the_end)
         start = next_sequence_number()
         with self.replayed():

@@ -124,12 +124,7 @@ class Ledger:
         share = Share(owner, self._note_death)
         share.nbytes = 0
         self._shares[id(share)] = share
-        if self._dead:
-            self._settle()
-        # As in `change`: nothing comes between these two. (No call: this runs for each kept tensor.)
-        now_bytes = self._now_bytes = self._now_bytes + nbytes
-        share.nbytes = nbytes
-        self._peak_bytes = max(self._peak_bytes, now_bytes)
+        self.change(share, nbytes)
         return share
 
     def change(self, share: Share, nbytes: int) -> None:

@@ -171,6 +171,9 @@ class _Gate(TorchDispatchMode):
 
 def _collective(func: Any) -> str:
     """The name of an operator that exchanges something between ranks; empty for all others."""
-    space, _, name = schema_of(func).name.partition("::") if hasattr(func, "_schema") else ("", "", "")
+    try:
+        space, _, name = schema_of(func).name.partition("::")
+    except AttributeError:  # no operator of torch's own kind
+        return ""
     is_one = space in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap"))
     return name if is_one else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
 from tests.support import processes
@@ -75,3 +76,19 @@ def test_a_fixed_plan_does_not_load_the_room(tmp_path: Path) -> None:
     """)
     _, out, err = processes.program(code, tmp_path)
     assert out == "0 []\n", err
+
+
+def test_what_looks_for_optimizers_may_die_while_one_steps() -> None:
+    """torch walks over these hooks in Python: one that takes itself off meanwhile would end the user's step."""
+    from lowtide.runtime.autopilot.facts import SteppingOptimizers
+
+    finder, calls = SteppingOptimizers(Net()), []
+    hooks = [register_optimizer_step_pre_hook(lambda *_: calls.append(1)) for _ in range(2)]
+    del finder
+    gc.collect()
+    try:
+        torch.optim.SGD(Net().parameters()).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert calls == [1, 1]
