@@ -10,8 +10,8 @@ in place is noted and taken back before the next part, found by its version, so 
 unless an optimizer does this.
 
 `OwnedHook` calls a function with its owner as long as that lives; after that it takes itself off, where it may. Why:
-parameters and modules outlive optimizers. A hook that holds its owner would keep a dropped optimizer, its state and the engine with
-its memory for as long as the model lives.
+parameters and modules outlive optimizers. A hook that holds its owner would keep a dropped optimizer, its state and the
+engine with its memory for as long as the model lives.
 
 Cost: a shallow copy of each group a part; below a microsecond a call of a hook. Not covered: attributes of the
 optimizer itself (requests.py); owners that only the hook holds.
