@@ -57,7 +57,8 @@ def swapped(run: Run, engine: Engine | None = None) -> tuple[zoo.Result, Any]:
     result = _on_host(result)
     del model, optimizer, tide
     assert not any(in_use.values()), f"{in_use} are still reserved"
-    assert _allocated_bytes(run.device) == before_bytes, "device memory is still held"
+    after_bytes = _allocated_bytes(run.device)
+    assert after_bytes == before_bytes, f"{after_bytes} bytes of the device are held, and were {before_bytes} before"
     return result, stats
 
 
