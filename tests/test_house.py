@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_515,
+    "lines": 59_505,
     "files": 254,
     "classes": 530,
     "files that one other file imports": 36,

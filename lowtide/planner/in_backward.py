@@ -149,7 +149,7 @@ class UpdatesInBackward(StateShares):
                 # A place is free once what was there has left.
                 before = len(items) - self.num_places + 1
                 free = first if before < 0 else items[before].reads[0]
-                items.append(_visitor(len(items), size, need, min(free, need)))
+                items.append(visitor(f"{NAME} {len(items)}", size, need, min(free, need), leave_bytes=size))
         return dataclasses.replace(problem, step=dataclasses.replace(step, items=(*step.items, *items)))
 
     def shown(self, account: Sequence[AccountLine], problem: Problem, tick: int) -> tuple[AccountLine, ...]:
@@ -162,9 +162,11 @@ class UpdatesInBackward(StateShares):
         )
 
 
-def _visitor(number: int, nbytes: int, need: int, free: int) -> Item:
+def visitor(name: str, nbytes: int, need: int, free: int, *, leave_bytes: int = 0) -> Item:
+    """What comes from elsewhere for the tick `need`, once there is a place for it from the tick `free` on. It leaves
+    with `leave_bytes`."""
     return Item(
-        name=f"{NAME} {number}",
+        name=name,
         nbytes=0,
         born=0,
         saved=0,
@@ -173,7 +175,7 @@ def _visitor(number: int, nbytes: int, need: int, free: int) -> Item:
         release=need + 1,
         fates=(Fate.SWAP,),
         visit_bytes=nbytes,
-        leave_bytes=nbytes,
+        leave_bytes=leave_bytes,
         fetch_from=free,
     )
 

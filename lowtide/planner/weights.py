@@ -28,7 +28,7 @@ from lowtide.core.decisions import OptimizerPlacement, WeightsPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.planner.in_backward import UpdatesInBackward, updates_allowed
+from lowtide.planner.in_backward import UpdatesInBackward, updates_allowed, visitor
 from lowtide.planner.place_state import batch_tokens
 from lowtide.planner.problem import Problem
 from lowtide.planner.space import Found
@@ -101,20 +101,7 @@ class WeightsInTurn(UpdatesInBackward):
         items = []
         for number, (layer, need) in enumerate(zip(first_ops, needs, strict=True)):
             free = needs[number - num_before] if number >= num_before else least
-            items.append(
-                Item(
-                    name=f"{WEIGHTS} {layer}",
-                    nbytes=0,
-                    born=0,
-                    saved=0,
-                    dies=0,
-                    reads=(need,),
-                    release=need + 1,
-                    fates=(Fate.SWAP,),
-                    visit_bytes=size[layer],
-                    fetch_from=min(free, need),
-                )
-            )
+            items.append(visitor(f"{WEIGHTS} {layer}", size[layer], need, min(free, need)))
         return items
 
 

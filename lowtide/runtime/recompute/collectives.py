@@ -8,7 +8,7 @@ shard the model, `all_reduce`, `all_gather_into_tensor` and `reduce_scatter_tens
 A result that the layer writes into is not kept: its collective is issued again, on all ranks alike. One that somebody
 writes into later is refused by name; versions and fingerprints tell.
 
-Cost: the bytes of the results from forward to backward (in the ledger, and in `stats.kept_bytes`), and 2 us an operator
+Cost: the bytes of the results from forward to backward (in the ledger, and in `stats.kept_bytes`), and 4 us an operator
 of these layers, in both runs. Not covered: layers with compiled parts, and all other collectives: they are issued
 twice.
 """

@@ -10,9 +10,10 @@ less; all do the same, since a layer that runs again issues its collectives agai
 The job ends with the reason where one of them cannot: sends and receives (the other side may wait for ever), FSDP2,
 which is in the middle of its own work, and an error of another kind.
 
-Cost: for each collective two or three messages to the store of some 50 us, and the wait for the slowest rank, which an
-accelerator's stream would hide otherwise; 2 us an operator. Not covered: a rank that dies; a closure that catches the
-error; collectives that a thread other than autograd's issues; DDP's own, since its reducer does not begin anew.
+Cost: for each collective two or three messages to the store (80 us each on one machine), and the wait for the slowest
+rank, which an accelerator's stream would hide otherwise; 4 us an operator. Not covered: a rank that dies; a closure
+that catches the error; collectives that a thread other than autograd's issues; DDP's own, since its reducer does not
+begin anew.
 """
 
 from __future__ import annotations
