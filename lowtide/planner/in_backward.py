@@ -10,10 +10,11 @@ gradient stands for as many bytes of state. From the first gradient on the devic
 and what the optimizer needs beside one of them.
 
 Each bucket is an item of the step that visits the device
-(`Item.visit_bytes`): needed where its last gradient is there, and fetched once one of `NUM_PLACES` places is free, on
-the lane of activations. So both share one link and one budget. Eight places, since gradients come in bursts: with three
-compute waits for every layer's MLP. The state of a parameter that fills all places (a vocabulary) may stay: it is
-needed at once, at the beginning of backward or after its end. All plans of an `optimize` are made so.
+(`Item.visit_bytes`): needed where its last gradient is there, and fetched once a place is free, on the lane of
+activations. So both share one link and one budget. The places hold the state of one layer, since gradients come in
+bursts: with three compute waits for every layer's MLP. The state of a parameter that fills `NUM_PLACES` of them (a
+vocabulary) may stay: it is needed at once, at the beginning of backward or after its end. All plans of an `optimize`
+are made so.
 
 Cost: linear in operators. Not covered: gradients that accumulate over micro-batches, and clipping, which both forbid
 it; parameters whose gradients come in another order than the buckets were made in.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
 
 NUM_PLACES = 8
-"""For buckets on the device, in a plan: gradients come in bursts, and the link works on meanwhile."""
+"""At least, for buckets on the device, in a plan."""
+_MOST_PLACES = 32
 _LEAST_BUCKETS = 4 * NUM_PLACES
 """Of the state, in a plan."""
 
@@ -61,8 +64,16 @@ def updates_allowed(
     refuse_without_effect(profile.state, config)
     bucket_bytes = min(bucket_size(profile.state, link), -(-profile.state.optimizer_movable // _LEAST_BUCKETS))
     bucket_bytes = max(bucket_bytes, profile.state.optimizer_unit, 1)
-    all_of_it = UpdatesInBackward.of(profile, bucket_bytes, NUM_PLACES)
+    all_of_it = UpdatesInBackward.of(profile, bucket_bytes, _num_places(profile, bucket_bytes))
     return tuple(dict.fromkeys((all_of_it, all_of_it.without_large(profile))))
+
+
+def _num_places(profile: Profile, bucket_bytes: int) -> int:
+    """For buckets on the device: the state of one layer, and at most a quarter of all."""
+    movable_bytes = profile.state.optimizer_movable
+    layer_bytes = max(profile.layer_weights, default=0) / max(profile.state.parameters, 1) * movable_bytes
+    places = min(layer_bytes, movable_bytes / 4) / bucket_bytes
+    return min(max(math.ceil(places), NUM_PLACES), _MOST_PLACES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +103,8 @@ class UpdatesInBackward(StateShares):
         )
 
     def without_large(self, profile: Profile) -> UpdatesInBackward:
-        """The same where the state of parameters stays that fills all places: compute would wait for it."""
-        large_bytes = int(self.num_places * self.bucket_bytes / self.bytes_per_gradient_byte)
+        """The same where the state of parameters stays that fills many places: compute would wait for it."""
+        large_bytes = int(NUM_PLACES * self.bucket_bytes / self.bytes_per_gradient_byte)
         large = sum(nbytes for nbytes in _new_gradients(profile).tolist() if nbytes > large_bytes)
         moved_bytes = self.nbytes - round(large * self.bytes_per_gradient_byte)
         if not large or moved_bytes <= self.slot_bytes:

@@ -46,6 +46,8 @@ _ROUNDS = 4
 _RESERVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
 _WAY_OUT_SECONDS = 2.0
+_USUAL_ITEMS = 1_000
+"""The time limit is for so many; a larger step may take as many times as long."""
 
 BEATEN = "cannot be faster"
 
@@ -90,7 +92,8 @@ def solve(
     began = time.perf_counter()
     arrays = StepArrays.of(step)
     tell = progress or (lambda _: None)
-    evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=began + time_limit_seconds)
+    deadline = began + time_limit_seconds * max(1.0, len(step.items) / _USUAL_ITEMS)
+    evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=deadline)
     floor_bytes, floor_fates, is_proven = quick_floor(arrays, host_bytes) if low is None else (*low, True)
     if is_proven and floor_bytes > budget_bytes:
         raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_suggestions)

@@ -125,6 +125,19 @@ def test_visitors_carry_all_of_the_state_each_once_its_place_is_free() -> None:
         assert item.fetch_from >= before.reads[0], "no more than there are places for"
 
 
+@pytest.mark.parametrize(("layer_share", "num_places"), [(0.1, NUM_PLACES), (0.2, 13), (0.3, 16), (0.0, NUM_PLACES)])
+def test_the_places_hold_the_state_of_a_layer_and_no_more_than_a_quarter(layer_share: float, num_places: int) -> None:
+    profile = profile_of()
+    state = dataclasses.replace(profile.state, optimizer_movable=4096 * MIB)  # 64 buckets
+    weights = (int(state.parameters * layer_share),) * bool(layer_share)
+    profile = dataclasses.replace(profile, state=state, layer_weights=weights)
+    link = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
+    updates = updates_allowed(profile, MEMORY, link, 1)[0]
+    assert updates.bucket_bytes == 64 * MIB
+    assert updates.num_places == num_places
+    assert updates.slot_bytes == num_places * 64 * MIB
+
+
 def test_no_schedule_beats_the_bound_of_a_step_with_visitors() -> None:
     profile = profile_of(2)
     updates = updates_allowed(profile, MEMORY, LINK, 1)[0]
