@@ -347,7 +347,7 @@ def test_clipping_is_seen_after_a_backward_pass_that_failed() -> None:
     model(x).square().mean().backward()
     _clip(optimizer, model)
     with pytest.raises(
-        RuntimeError, match=r"gradients were changed between the backward pass and the step \(clipping\)"
+        RuntimeError, match=r"gradients were changed between the backward pass and the step \(clipping, GradScaler\)"
     ):
         optimizer.step()
 
@@ -377,6 +377,21 @@ def _clip(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
+def _unscale(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def _write_through_data(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(0.5)
+
+
+CHANGED = "gradients were changed between the backward pass and the step (clipping, GradScaler)"
+
+
 def _change_rate(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     optimizer.param_groups[0]["lr"] *= 0.5
 
@@ -396,7 +411,9 @@ def _tell_of_infs(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "reason"),
     [
-        ("AdamW", _clip, "gradients were changed between the backward pass and the step (clipping)"),
+        ("AdamW", _clip, CHANGED),
+        ("AdamW", _unscale, CHANGED),
+        ("AdamW", _write_through_data, CHANGED),
         ("fused", _tell_of_infs, "GradScaler unscales gradients when the optimizer steps"),
         ("AdamW", _change_rate, "param_groups[0]['lr'] was changed between the backward pass and the step"),
         ("Counted", _change_tensor, "param_groups[0]['count'] was changed between the backward pass and the step"),
