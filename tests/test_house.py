@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_222,
+    "lines": 59_220,
     "files": 249,
     "classes": 527,
     "files that one other file imports": 35,

@@ -191,14 +191,10 @@ class _Search:
         return dataclasses.replace(plan, held_bytes=held)
 
     def _planned(self, limits: Mapping[int, int], budget_bytes: int) -> RankPlan | None:
-        plans = {}
-        for stage in self.task.chunks:
-            plan = self._plan(stage, limits, budget_bytes)
-            if plan is None:
-                return None
-            plans[stage] = plan
-        if max(self._weights_bytes(limits), default=0) > budget_bytes:
+        problems = self._problems(limits, budget_bytes)
+        if problems is None:
             return None
+        plans = {stage: self._solved(problem, budget_bytes) for stage, problem in problems.items()}
         return RankPlan(
             plans=plans,
             held_bytes={stage: limits[stage] + self.task.chunks[stage].input_bytes for stage in plans},
@@ -206,13 +202,19 @@ class _Search:
             step_seconds={stage: _seconds(plan) for stage, plan in plans.items()},
         )
 
-    def _plan(self, stage: int, limits: Mapping[int, int], budget_bytes: int) -> Plan | None:
-        room = budget_bytes - _state_bytes(self._state(stage)) - limits[stage]
-        if room < 0:
-            return None
-        beside = self.beside(stage, limits, budget_bytes)
-        problem = self._problem(with_turn(self.chunk_profile(stage), beside, turn_bytes=room))
-        return self._solved(problem, budget_bytes) if problem.space.has_plan(budget_bytes) else None
+    def _problems(self, limits: Mapping[int, int], budget_bytes: int) -> dict[int, StepProblem] | None:
+        """Of all stages; None where one of them has no plan within the budget."""
+        problems = {}
+        for stage in self.task.chunks:
+            room = budget_bytes - _state_bytes(self._state(stage)) - limits[stage]
+            if room < 0:
+                return None
+            beside = self.beside(stage, limits, budget_bytes)
+            problem = self._problem(with_turn(self.chunk_profile(stage), beside, turn_bytes=room))
+            if not problem.space.has_plan(budget_bytes):
+                return None
+            problems[stage] = problem
+        return None if max(self._weights_bytes(limits), default=0) > budget_bytes else problems
 
     def chunk_profile(self, stage: int) -> Profile:
         """Of one chunk, beside the state of the rank."""
@@ -349,12 +351,12 @@ class _Search:
     def _enough(self, limits: Mapping[int, int]) -> int:
         """A budget for which there is a plan."""
         low = high = self.task.budget_bytes
-        while self._planned(limits, high) is None:
+        while self._problems(limits, high) is None:
             low, high = high, 2 * high
             assert high < _NO_LIMIT, "chunks cannot hold what was found to be possible"
         while high - low > _FINE * low:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._planned(limits, middle) is not None else (middle, high)
+            low, high = (low, middle) if self._problems(limits, middle) is not None else (middle, high)
         return high
 
 

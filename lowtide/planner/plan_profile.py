@@ -69,8 +69,8 @@ def plan_profile(
     how: Any = {"has_gradients": has_gradients, "time_limit_seconds": time_limit_seconds}
     how |= {"num_micro_batches": num_micro_batches, "costs": costs}
     problem = problem_of_step(profile, config, link, **how)
-    tell = progress or _say_nothing
-    tell("looking for the fastest plan")
+    if progress is not None:
+        progress("looking for the fastest plan")
     if problem.space.has_plan(budget):
         return problem.plan(budget)
     error = problem.refusal(budget, with_suggestions=with_suggestions)
@@ -332,7 +332,3 @@ def _reason(item: Item, fate: Fate, why_fixed: str) -> str:
     if fate is Fate.SWAP:
         return "away and back while compute runs"
     return f"made again in {format_seconds(item.recipe_seconds)}"
-
-
-def _say_nothing(line: str) -> None:
-    pass
