@@ -118,7 +118,7 @@ def _solved(loads: RankAtWorst, layers: Mapping[str, Layer], link: Link) -> Plan
     builder = _Builder(loads, layers)
     step = builder.step()
     try:
-        solution = solve(step, link, loads.budget_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS, with_suggestions=False)
+        solution = solve(step, link, loads.budget_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS)
     except BudgetError:
         return None
     by_fate: Counter[Fate] = Counter()
@@ -146,36 +146,6 @@ def _solved(loads: RankAtWorst, layers: Mapping[str, Layer], link: Link) -> Plan
         gap=solution.gap,
         shares=builder.shares(solution.fates),
     )
-
-
-def least_extra_seconds(task: RankAtWorst, layers: Mapping[str, Layer], link: Link) -> float:
-    """What no plan of a rank goes below in recompute and contention, of all its chunks in flight together.
-
-    At the turn from forward to backward all of them are there. What does not fit then has left over the link, which had
-    the time of the forwards for it, or is made again. Each byte goes the cheapest way, whatever it is made from.
-    """
-    room_bytes = task.budget_bytes - _base_bytes(task, layers)
-    over = float(_saved_bytes(task, task.chunks, layers) - room_bytes)
-    if over <= 0 or Fate.KEEP not in task.fates:
-        return 0.0
-    ways: list[tuple[float, float]] = []
-    """(seconds a byte, bytes)"""
-    forward = 0.0
-    for stage, number in zip(task.stages, task.chunks, strict=True):
-        for kind in stage.kinds:
-            layer = layers[kind]
-            forward += number * (layer.forward_seconds + layer.collective_seconds)
-            for name, (seconds, _) in layer.recipes.items() if Fate.RECOMPUTE in task.fates else ():
-                ways.append((seconds / layer.nbytes[name], number * layer.nbytes[name]))
-    if Fate.SWAP in task.fates:
-        each = link.compute_share * (1 / link.out_bytes_per_second + 1 / link.in_bytes_per_second)
-        ways.append((each, forward * link.out_bytes_per_second * (1 + link.compute_share)))
-    seconds = 0.0
-    for each, nbytes in sorted(ways):
-        taken = min(nbytes, over)
-        seconds += each * taken
-        over -= taken
-    return seconds
 
 
 def least_bytes(task: RankAtWorst, layers: Mapping[str, Layer]) -> int:

@@ -4,9 +4,8 @@ What: `plan_cluster` lists the layouts that the `parallel` section leaves open, 
 time, and plans them from the lowest bound on: which layers each stage has (layout.py), what each rank keeps, swaps and
 recomputes of the chunks in flight there (rank.py), and how long the step takes (step.py). It stops where no bound left
 is below the times of the layouts that it will show.
-Bounds: first the pace of the rank that works most, with everything kept; then the larger of the schedule played with
-everything kept, and the pace with what memory asks for at least. No layout that is left out is faster than those that
-are shown. A value that the section pins is never changed.
+Bounds: first the pace of the rank that works most, with everything kept; then the schedule played with everything kept.
+No layout that is left out is faster than those that are shown. A value that the section pins is never changed.
 
 Where the optimizer's state may be elsewhere (`Question.optimizer`), each layout is there with its state on the device
 and with it on the host: then a device holds three buckets of it, and each step of the optimizer waits for the link.
@@ -26,7 +25,7 @@ from typing import Literal
 
 from lowtide.cluster.layer import Layer, Place, make_layer
 from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of, split_layers
-from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, least_extra_seconds, plan_rank
+from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, plan_rank
 from lowtide.cluster.shape import ModelShape
 from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
 from lowtide.config.run import ParallelConfig
@@ -324,18 +323,8 @@ class Planner:
         )
 
     def sharper(self, draft: Draft) -> float:
-        """A better bound than the first: with the schedule's own bubble, or with what memory asks for at least."""
-        schedules = schedules_of(draft.layout, draft.num_micro_batches)
-        plain = self._parts(draft, draft.times).total
-        clockwork = Clockwork(draft.times, self.question.cluster.overlap_share)
-        link, pace = self.question.hardware.link, 0.0
-        for rank, task in enumerate(draft.tasks):
-            stages = schedules.schedule.stages_of(rank)
-            # At the cheapest all of it falls on the stage of which most chunks are in flight.
-            extra = least_extra_seconds(task, draft.layers, link) / max(*task.chunks, 1)
-            least = clockwork.least_seconds(stages, has_pairs=draft.layout.has_pairs)
-            pace = max(pace, least + extra)
-        return max(plain, draft.num_micro_batches * pace + draft.gradients + draft.optimizer)
+        """A better bound than the first: with the schedule's own bubble."""
+        return self._parts(draft, draft.times).total
 
     def _parts(self, draft: Draft, times: Sequence[StageTimes]) -> StepParts:
         return step_parts(

@@ -174,8 +174,8 @@ class Prediction:
     plain_peak_bytes: int
     """Peak of the same step with everything kept."""
     plain_seconds: float
-    floor_bytes: int
-    """The smallest peak that the solver can reach."""
+    floor_bytes: int | None
+    """The smallest peak that the solver can reach; None: nobody asked for it."""
     forward_peak_bytes: int = 0
     """Everything on the device at the worst moment of forward alone."""
     forward_held_bytes: int = 0

@@ -405,9 +405,9 @@ def promise_lines(plan: Plan) -> list[str]:
     audited = "" if plan.audited_peak_bytes is None else f", audited {format_bytes(plan.audited_peak_bytes)}"
     budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
     plain = format_bytes(predicted.plain_peak_bytes)
+    floor = "" if predicted.floor_bytes is None else f", floor {format_bytes(predicted.floor_bytes)}"
     return [
-        f"peak {format_bytes(predicted.peak_bytes)}{audited}{budget}; everything kept {plain}"
-        f", floor {format_bytes(predicted.floor_bytes)}",
+        f"peak {format_bytes(predicted.peak_bytes)}{audited}{budget}; everything kept {plain}{floor}",
         _time_line(predicted),
         f"certainty: {predicted.certainty}",
         *why_unswapped(plan),

@@ -13,10 +13,12 @@ Units: bytes, seconds, operator indices. Not covered: how a profile comes about 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from lowtide.core.json_text import OLD_NAME, Mistake, build, parse_json
@@ -340,3 +342,21 @@ def _check_amounts(values: Collection[float], *where: str | int) -> None:
     for value in values:
         if not 0 <= value <= _MOST_AMOUNT:
             raise Mistake(f"expected a number from 0 to {_MOST_AMOUNT:.0e}, not {value}", *where)
+
+
+class Shift:
+    """How numbers move when others are inserted."""
+
+    def __init__(self, inserts: Iterable[tuple[int, int]]) -> None:
+        """inserts: the number before which something is inserted, and how long that is."""
+        inserts = sorted(inserts)
+        self._points = [point for point, _ in inserts]
+        self._sums = [0, *accumulate(length for _, length in inserts)]
+
+    def op(self, index: int) -> int:
+        """An operator: it comes after what is inserted at its place."""
+        return index + self._sums[bisect.bisect_right(self._points, index)]
+
+    def end(self, index: int) -> int:
+        """The end of a lifetime: it comes before what is inserted at its place."""
+        return index + self._sums[bisect.bisect_left(self._points, index)]

@@ -401,7 +401,7 @@ class StagePlans:
 
     def remove(self) -> None:
         """Leave the stages as they were. Idempotent."""
-        self._pipeline.waits = ()
+        self._pipeline.waits = {}
         for tide in self.tides.values():
             tide.remove()
         self._placed.remove()

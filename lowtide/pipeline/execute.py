@@ -2,7 +2,7 @@
 
 What: `Pipeline.step` has torch's pipeline runtime walk this rank's row of the schedule (torch_stage.py), in which the
 functions of this file carry out what computes. A forward reads its input, runs the stage's module on
-leaves, and keeps the places of the outputs in the graph, not the outputs (stage_call.py). A result is sent as soon as
+leaves, and keeps the places of the outputs in the graph, not the outputs. A result is sent as soon as
 it is made and those before it to the same rank are on their way; it is asked for where the schedule says, so that no
 buffer waits longer than it must. The turn of a V is handed over as a leaf, without a copy.
 Why exact: every stage adds up its weight gradients in the order of the micro-batches, raw, and divides once at the end
@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lowtide.errors import ConfigError, PipelineError
-from lowtide.pipeline import stage_call
 from lowtide.pipeline.agree import (
     FailureNote,
     agree,
@@ -67,8 +66,17 @@ from lowtide.pipeline.schedule import (
     carried_by,
     made_by,
 )
-from lowtide.pipeline.stage_call import LiveChunk, Tensors
-from lowtide.pipeline.torch_stage import keep_whole, runtime_of, walk
+from lowtide.pipeline.torch_stage import (
+    LiveChunk,
+    Tensors,
+    arguments_of,
+    as_tuple,
+    backward,
+    keep_whole,
+    runtime_of,
+    walk,
+    with_places,
+)
 from lowtide.pipeline.transport import GroupTransport
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.tensors.fsdp import fsdp_modules
@@ -139,24 +147,18 @@ class Pipeline:
             mistake = str(error)
         samples = {place: described(weight) for place, weight in named.items()} if tied is None else {}
         name = agree(schedule, mistake, facts, samples, group)
-        self._note = FailureNote(f"lowtide/pipeline/{name}", num_ranks) if num_ranks > 1 else None
         self.transport: GroupTransport | None = None
-        if self._note is not None:
-            self.transport = GroupTransport(group, _device_of(self.stages), self._note)
+        if num_ranks > 1:
+            note = FailureNote(f"lowtide/pipeline/{name}", num_ranks)
+            self.transport = GroupTransport(group, _device_of(self.stages), note)
         self._walk: _Walk | None = None
         """Of the step that is under way."""
         self._runtime: Any = None
         """Torch's; made for the first step."""
-        self.waits: tuple[frozenset[Result], ...] = ()
-        """For each action of this rank: results that must not be held any more while it computes. Empty: whichever."""
+        self.waits: Mapping[AnyAction, frozenset[Result]] = {}
+        """Of actions of this rank: results that must not be held any more while it computes. Empty: whichever."""
         self.num_steps = 0
-        self.draws: set[int] = set()
-        """Stages that drew random numbers in their first forward."""
-        self._state: tuple[Any, ...] = ()
-        """Of the last step, as `has_changed` has it."""
         self._failure: str | None = None
-        self._keywords: Sequence[Mapping[str, Any]] | None = None
-        """Of this step."""
 
     def step(
         self,
@@ -178,12 +180,11 @@ class Pipeline:
         if self._failure is not None:
             raise PipelineError(f"pipeline: it has ended: {self._failure}; make a new one")
         mistake = self.batch_mistake(inputs, targets)
-        self._keywords = keywords
         divide_by = float(self.schedule.num_micro_batches if divide_by is None else divide_by)
         if self.num_steps == 0:
             self._open()
         self.num_steps += 1
-        step = self._walk = _Walk(self, inputs, targets)
+        step = self._walk = _Walk(self, inputs, targets, keywords)
         gradients = StepGradients(self.weights, shared=self.tied.weights)
         try:
             if mistake is not None:
@@ -198,8 +199,8 @@ class Pipeline:
         finally:
             self._walk = None
         gradients.give(divide_by)
-        if self.num_steps == 1 and self.draws and self.schedule.num_micro_batches * self.schedule.num_stages > 1:
-            stages = ", ".join(map(str, sorted(self.draws)))
+        if step.draws and self.schedule.num_micro_batches * self.schedule.num_stages > 1:
+            stages = ", ".join(map(str, sorted(step.draws)))
             warnings.warn(
                 f"lowtide: pipeline: stage {stages} draws random numbers (dropout). One process draws them in another "
                 "order, so its losses are not these to the bit",
@@ -219,10 +220,6 @@ class Pipeline:
         refuse_difference("pipeline", [facts for facts, _ in answers])
         self.tied.check([samples for _, samples in answers])
 
-    def keywords_of(self, micro_batch: int) -> Mapping[str, Any]:
-        """That every stage of this rank gets with it, in this step."""
-        return {} if self._keywords is None else self._keywords[micro_batch]
-
     @property
     def runtime(self) -> Any:
         if self._runtime is None:
@@ -236,15 +233,14 @@ class Pipeline:
     def _has_failed(self) -> bool:
         return self._walk is not None and self._walk.error is not None
 
-    def has_changed(self) -> bool:
-        """Since the last step: what stages pass on for the same batch may be another thing."""
+    def state(self) -> tuple[Any, ...]:
+        """Where it is as it was, stages pass on the same for batches of the same shapes."""
         device_type = _device_of(self.stages).type
-        before, self._state = self._state, (
+        return (
             tuple(weight.requires_grad for each in self.weights.values() for weight in each),
             tuple(stage.training for stage in self.stages.values()),
             torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
-        )  # fmt: skip
-        return before != self._state
+        )
 
     def batch_mistake(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> ConfigError | None:
         """Where this rank has an end of the model and was not given what belongs there."""
@@ -282,12 +278,11 @@ class Pipeline:
             place = f"rank {self.rank} failed at {at}"
             self._failure = f"{place}: {type(error).__name__}: {error}"
             error.add_note(f"lowtide: {place}")
-        is_first = self._note is not None and self._note.settle(self._failure) == self._failure
         if self.transport is not None:
+            is_first = self.transport.note.settle(self._failure) == self._failure
             self.transport.give_up()
-        if is_first:
-            assert self._note is not None
-            self._note.linger()
+            if is_first:
+                self.transport.note.linger()
 
 
 def _shape_of(entry: Any) -> tuple[Any, ...]:
@@ -313,9 +308,14 @@ def _random_states(module: nn.Module) -> tuple[torch.Tensor, ...]:
 class _Walk:
     """One step of one rank."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        keywords: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
         self._pipeline = pipeline
-        self._transport = pipeline.transport
         row = pipeline.schedule.actions[pipeline.rank]
         self._split = frozenset(
             (action.stage, action.micro_batch)
@@ -324,10 +324,11 @@ class _Walk:
             if action.kind is Kind.BACKWARD_WEIGHT
         )
         """Chunks whose weight gradients can be put off."""
-        self._inputs, self._targets = inputs, targets
+        self._inputs, self._targets, self._keywords = inputs, targets, keywords
+        self.draws: set[int] = set()
+        """In the first step: stages that drew random numbers in their first forward."""
         self.at: AnyAction | str = "its start"
         """For the text of a failure."""
-        self._positions = {every: position for position, every in enumerate(row)}
         self._gradients = StepGradients({})
         self.error: BaseException | None = None
         self._chunks: dict[tuple[int, int], LiveChunk] = {}
@@ -349,6 +350,10 @@ class _Walk:
                     self._to_send[reader].append(result)
 
     @property
+    def _transport(self) -> GroupTransport | None:
+        return self._pipeline.transport
+
+    @property
     def losses(self) -> tuple[torch.Tensor, ...]:
         return tuple(loss for _, loss in sorted(self._losses.items()))
 
@@ -357,7 +362,7 @@ class _Walk:
         self._pipeline.tied.begin()
         if self._transport is not None:
             shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
-            self._transport.begin(shapes, has_changed=self._pipeline.has_changed(), divide_by=divide_by)
+            self._transport.begin(shapes, state=self._pipeline.state(), divide_by=divide_by)
         walk(self._pipeline.runtime)
         if self.error is not None:
             raise self.error
@@ -400,7 +405,7 @@ class _Walk:
             # A budget counts what was sent until its reader is known to have begun. A thread lets go of it, and on a
             # busy machine that may come late.
             if self._pipeline.waits and self._transport is not None:
-                self._transport.let_go_of(self._pipeline.waits[self._positions[every]])
+                self._transport.let_go_of(self._pipeline.waits[every])
             self._pipeline.run_pair(ready.get(True), ready.get(False))
 
     def _weights_of(self, chunk: tuple[int, int]) -> WeightGradients | None:
@@ -427,7 +432,7 @@ class _Walk:
         stage, micro_batch = chunk = action.stage, action.micro_batch
         module = self._pipeline.stages[stage]
         given: Any = ()
-        keywords = self._pipeline.keywords_of(micro_batch)
+        keywords = {} if self._keywords is None else self._keywords[micro_batch]
         is_first = self._pipeline.num_steps == 1 and micro_batch == 0
         before = _random_states(module) if is_first else ()
         weights = self._weights_of(chunk)
@@ -435,7 +440,8 @@ class _Walk:
             if stage == 0:
                 assert self._inputs is not None
                 given = self._inputs[micro_batch]
-                output = stage_call.call(module, given, keywords)
+                args, named = arguments_of(given)
+                output = module(*args, **named, **keywords)
             else:
                 output = module(*leaves, **keywords)
             made = tree_leaves(output)
@@ -444,11 +450,11 @@ class _Walk:
         if is_first:
             self._learn_from(stage, made, (*leaves, *tree_leaves(given)))
             if not all(map(torch.equal, before, _random_states(module))):
-                self._pipeline.draws.add(stage)
+                self.draws.add(stage)
         # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
-        for weight in weights_behind([*tree_leaves(given), *stage_call.as_tuple(output)], until=(*leaves, *made)):
+        for weight in weights_behind([*tree_leaves(given), *as_tuple(output)], until=(*leaves, *made)):
             self._gradients.include(stage, weight)
-        live, outputs = stage_call.with_places(leaves, output, stage)
+        live, outputs = with_places(leaves, output, stage)
         self._chunks[chunk] = live
         self._give(action, outputs)
 
@@ -484,7 +490,7 @@ class _Walk:
         putting_off = weights.put_off(chunk) if weights is not None else contextlib.nullcontext()
         keep_whole(self._pipeline.stages[action.stage])
         with self._gradients.of_stage(action.stage), putting_off:
-            found = stage_call.backward(self._chunks.pop(chunk), given)
+            found = backward(self._chunks.pop(chunk), given)
         self._give(action, found)
 
     def _weight_gradient(self, action: Action) -> None:

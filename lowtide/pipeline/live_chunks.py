@@ -76,20 +76,21 @@ def live_chunks_of(schedule: Schedule, rank: int, *, pairs_at_once: bool, puts_o
     return tuple(found)
 
 
-def read_by_then(schedule: Schedule, rank: int) -> tuple[frozenset[Result], ...]:
+def read_by_then(schedule: Schedule, rank: int) -> dict[AnyAction, frozenset[Result]]:
     """For each action of a rank, once it has what it reads: results that the rank has sent, and of which it knows from
     then on that their readers have begun. `live_chunks_of` counts them no more."""
-    place, found, seen = _reader_positions(schedule), [], set[Result]()
+    place, seen = _reader_positions(schedule), set[Result]()
+    found: dict[AnyAction, frozenset[Result]] = {}
     sent: set[Result] = set()
     for every, known in zip(schedule.actions[rank], _known_positions(schedule, rank), strict=True):
         read = {each for each in sent if known.get(place[each][0], -1) >= place[each][1]} - seen
         seen |= read
-        found.append(frozenset(read))
+        found[every] = frozenset(read)
         for part in every.parts:
             result = made_by(part)
             if result is not None and schedule.reader(result) not in (None, rank):
                 sent.add(result)
-    return tuple(found)
+    return found
 
 
 def _walk(

@@ -33,7 +33,7 @@ from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
-from lowtide.pipeline.stage_call import Tensors, as_tuple
+from lowtide.pipeline.torch_stage import Tensors, arguments_of, as_tuple
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.profiling.observe_call import observe_call
@@ -125,7 +125,7 @@ def _through(
     for stage in schedule.stages_of(rank):
         if stage == 0:
             assert inputs is not None
-            args, kwargs = _arguments(inputs[number])
+            args, kwargs = arguments_of(inputs[number])
         else:
             result = Result(Kind.FORWARD, stage - 1, number)
             source = schedule.rank_of_stage[stage - 1]
@@ -244,12 +244,6 @@ def kept_outside(profile: Profile, end_sequence: int) -> Profile:
     return dataclasses.replace(left, op_bytes=tuple(op_bytes), nodes=nodes, calls=tuple(calls))
 
 
-def _arguments(entry: Any) -> tuple[tuple, dict[str, Any]]:
-    if isinstance(entry, Mapping):
-        return (), dict(entry)
-    return (tuple(entry) if isinstance(entry, tuple | list) else (entry,)), {}
-
-
 def _largest(pipeline: Pipeline, inputs: Sequence[Any] | None) -> tuple[int, bool]:
     """The number of the micro-batch with the most in it, and whether all have the same shapes."""
     sizes = None if inputs is None else [_shapes(entry) for entry in inputs]
@@ -268,6 +262,11 @@ def _bytes_of(tree: Any, *, with_gradient: bool = False) -> int:
     if with_gradient:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.requires_grad)
     return unique_bytes(tensors)
+
+
+def _recorder() -> StepRecorder | None:
+    """Of the step that is observed here."""
+    return next((mode for mode in dispatch_modes() if isinstance(mode, StepRecorder)), None)
 
 
 # -- what it puts off --------------------------------------------------------------------------------------------------
@@ -309,7 +308,7 @@ class _KeptUntilW(contextlib.ExitStack):
 
     def made(self, number: int, of_output: torch.Tensor, gradient: torch.Tensor) -> None:
         """A weight's gradient, of the input with this number and the output's gradient, which W would make."""
-        recorder = next((mode for mode in dispatch_modes() if isinstance(mode, StepRecorder)), None)
+        recorder = _recorder()
         if recorder is not self._recorder:  # a step that is observed once more
             self._recorder = recorder
             self.kept.clear()
@@ -362,7 +361,7 @@ class ExchangeWatch:
         """A half of a pair refuses modules of FSDP2 here; alone they are right."""
 
     def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
-        recorder = next((mode for mode in dispatch_modes() if isinstance(mode, StepRecorder)), None)
+        recorder = _recorder()
         if recorder is not self._recorder:  # a step that is observed once more
             self._recorder = recorder
             self._started.clear()

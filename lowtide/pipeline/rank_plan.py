@@ -37,13 +37,12 @@ from lowtide.pipeline import turns
 from lowtide.pipeline.live_chunks import HEAD_BYTES, MessageKind, Moment
 from lowtide.pipeline.schedule import Kind
 from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, slots_of, with_turn
-from lowtide.planner.by_rules import floor_of_kept, problem_of
+from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.place_state import NUM_SLOTS, bucket_size, refuse_without_effect, shares_of
-from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.plan_profile import StepProblem, problem_of_step
 from lowtide.planner.problem import Problem
-from lowtide.planner.rerun_layers import can_rerun
-from lowtide.planner.smaller import form_of
+from lowtide.planner.smaller import fates_of
 from lowtide.planner.state_items import StateShares
 from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
@@ -166,14 +165,13 @@ class _Search:
         self.most = {stage: self._most_held(stage) for stage in task.chunks}
         self.needs = {stage: Needs.of(self.chunk_profile(stage)) for stage in task.chunks}
         self.least = {stage: min(self.most[stage], self._least_held(stage)) for stage in task.chunks}
-        self._known: dict[tuple[float, int], RankPlan | None] = {}
+        self._known: dict[float, RankPlan | None] = {}
 
     def at(self, share: float) -> RankPlan | None:
         """With so much of the way from the least to all that is saved; None: it does not fit."""
-        key = share, self.task.budget_bytes
-        if key not in self._known:
-            self._known[key] = self._planned(self._limits(share), self.task.budget_bytes)
-        return self._known[key]
+        if share not in self._known:
+            self._known[share] = self._planned(self._limits(share), self.task.budget_bytes)
+        return self._known[share]
 
     def _limits(self, share: float) -> dict[int, int]:
         """Of each stage, what a chunk may hold in flight beside its input."""
@@ -193,14 +191,10 @@ class _Search:
         return dataclasses.replace(plan, held_bytes=held)
 
     def _planned(self, limits: Mapping[int, int], budget_bytes: int) -> RankPlan | None:
-        plans = {}
-        try:
-            for stage in self.task.chunks:
-                plans[stage] = self._plan(stage, limits, budget_bytes)
-        except BudgetError:
+        problems = self._problems(limits, budget_bytes)
+        if problems is None:
             return None
-        if max(self._weights_bytes(limits), default=0) > budget_bytes:
-            return None
+        plans = {stage: self._solved(problem, budget_bytes) for stage, problem in problems.items()}
         return RankPlan(
             plans=plans,
             held_bytes={stage: limits[stage] + self.task.chunks[stage].input_bytes for stage in plans},
@@ -208,12 +202,19 @@ class _Search:
             step_seconds={stage: _seconds(plan) for stage, plan in plans.items()},
         )
 
-    def _plan(self, stage: int, limits: Mapping[int, int], budget_bytes: int) -> Plan:
-        room = budget_bytes - _state_bytes(self._state(stage)) - limits[stage]
-        if room < 0:
-            raise BudgetError("no room for a chunk", floor_bytes=budget_bytes - room)
-        beside = self.beside(stage, limits, budget_bytes)
-        return self._solved(with_turn(self.chunk_profile(stage), beside, turn_bytes=room), budget_bytes)
+    def _problems(self, limits: Mapping[int, int], budget_bytes: int) -> dict[int, StepProblem] | None:
+        """Of all stages; None where one of them has no plan within the budget."""
+        problems = {}
+        for stage in self.task.chunks:
+            room = budget_bytes - _state_bytes(self._state(stage)) - limits[stage]
+            if room < 0:
+                return None
+            beside = self.beside(stage, limits, budget_bytes)
+            problem = self._problem(with_turn(self.chunk_profile(stage), beside, turn_bytes=room))
+            if not problem.space.has_plan(budget_bytes):
+                return None
+            problems[stage] = problem
+        return None if max(self._weights_bytes(limits), default=0) > budget_bytes else problems
 
     def chunk_profile(self, stage: int) -> Profile:
         """Of one chunk, beside the state of the rank."""
@@ -272,16 +273,11 @@ class _Search:
         beside = _state_bytes(self.task.state) + products
         return [beside + self._rest_bytes(moment, limits) for moment in self.task.moments if not moment.running]
 
-    def _solved(self, profile: Profile, budget_bytes: int) -> Plan:
-        return plan_profile(
-            profile,
-            self.task.config,
-            link=self.task.link,
-            budget_bytes=budget_bytes,
-            has_gradients=True,
-            costs=HOST_COSTS,
-            with_suggestions=False,
-        )
+    def _problem(self, profile: Profile) -> StepProblem:
+        return problem_of_step(profile, self.task.config, self.task.link, has_gradients=True, costs=HOST_COSTS)
+
+    def _solved(self, problem: StepProblem, budget_bytes: int) -> Plan:
+        return problem.plan(budget_bytes, with_floor=False)
 
     def _state(self, stage: int) -> StateBytes:
         state = self.task.state
@@ -310,7 +306,7 @@ class _Search:
 
     def _most_held(self, stage: int) -> int:
         """What a chunk holds in flight if all is kept but what rules recompute."""
-        return self._held_under(stage, self._solved(self._at_turn(stage), 4 * _NO_LIMIT))
+        return self._held_under(stage, self._solved(self._problem(self._at_turn(stage)), 4 * _NO_LIMIT))
 
     def _held_under(self, stage: int, plan: Plan) -> int:
         """What a chunk holds in flight under its plan, without its input. What is swapped counts as kept: when it is
@@ -318,8 +314,10 @@ class _Search:
         profile = self._at_turn(stage)
         problem, fates = _problem_under(profile, self.task.config, plan)
         kept = [Fate.KEEP if fate is Fate.SWAP else fate for fate in fates]
+        items = tuple(dataclasses.replace(item, fates=tuple(Fate)) for item in problem.step.items)  # rules may swap
+        step = dataclasses.replace(problem.step, items=items)
         # The worst moment is the turn.
-        return run(problem.step, kept, self.task.link).peak_bytes - _NO_LIMIT - _state_bytes(profile.state)
+        return run(step, kept, self.task.link).peak_bytes - _NO_LIMIT - _state_bytes(profile.state)
 
     def _at_turn(self, stage: int) -> Profile:
         """A chunk that alone is alive, with a turn at which there is more than ever."""
@@ -329,16 +327,7 @@ class _Search:
     def _least_held(self, stage: int) -> int:
         """The least that a chunk can hold in flight: by single activations, or with all layers run again."""
         profile = self._at_turn(stage)
-        beyond = _NO_LIMIT + _state_bytes(profile.state)
-        layers = can_rerun(profile) if self.task.config.recomputes_freely else ()
-        again = problem_of(profile, self.task.config, has_gradients=True, layers=layers) if layers else None
-        found = [] if again is None else [floor_of_kept(again) - beyond]
-        try:
-            self._solved(profile, beyond)
-            found.append(0)
-        except BudgetError as error:
-            found.append(error.floor_bytes - beyond)
-        return max(0, min(found))
+        return max(0, self._problem(profile).space.floor_bytes - _NO_LIMIT - _state_bytes(profile.state))
 
     # -- when nothing fits -----------------------------------------------------------------------------------------
 
@@ -362,12 +351,12 @@ class _Search:
     def _enough(self, limits: Mapping[int, int]) -> int:
         """A budget for which there is a plan."""
         low = high = self.task.budget_bytes
-        while self._planned(limits, high) is None:
+        while self._problems(limits, high) is None:
             low, high = high, 2 * high
             assert high < _NO_LIMIT, "chunks cannot hold what was found to be possible"
         while high - low > _FINE * low:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._planned(limits, middle) is not None else (middle, high)
+            low, high = (low, middle) if self._problems(limits, middle) is not None else (middle, high)
         return high
 
 
@@ -406,10 +395,7 @@ class _Own:
 def _problem_under(profile: Profile, config: MemoryConfig, plan: Plan) -> tuple[Problem, list[Fate]]:
     """The solver's problem of a step, and the fates that `plan` gives its sites."""
     layers = tuple(rule.pattern.text for rule in plan.rules.rules if rule.fate is Fate.RECOMPUTE)
-    fate_of: dict[str, Fate] = {}
-    for site in plan.sites:
-        # What is stored smaller is made from its form, whose fate the plan names.
-        fate_of |= {form_of(site.name): site.fate, site.name: Fate.RECOMPUTE} if site.codec else {site.name: site.fate}
+    fate_of = fates_of(plan.sites)
     problem = problem_of(profile, config, has_gradients=True, layers=layers)
     names = (problem.profile.nodes[index].name for index in problem.nodes)
     return problem, [fate_of.get(name, Fate.KEEP) for name in names]

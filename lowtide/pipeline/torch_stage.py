@@ -1,23 +1,30 @@
-"""A stage of ours in torch's pipeline runtime: the runtime asks it for receives, and is given nothing to send.
+"""A stage of ours in torch's pipeline runtime: the runtime asks it for receives, and is given nothing to send. And what
+a stage does with one micro-batch.
 
 What: torch's runtime walks the row of this rank, and calls the functions that are registered with it for what computes.
 For a receive of the row it asks the stage; this one begins it with the transport and gives the runtime no work of its
 own. Sends of the row ask for nothing: a result goes as soon as it is made.
 Why not the receives of `PipelineStage`: they have a buffer for each micro-batch, allocated once, of one shape.
+`with_places` keeps of a forward its leaves and the *places* of its outputs in autograd's graph. `backward` starts from
+the places, with the gradients that came, and gives those of the leaves. A backward does not need an output tensor: once
+it is sent or handed over, its memory is free, unless the stage itself saved it.
 FSDP2: a stage whose module is sharded as a whole is gathered before its first action of a step; its gradients are
 added up whole, and reduced once, after its last action.
 Cost: none of its own; gathered weights and whole gradients of a stage under FSDP2 stay for the step, as torch has it.
-Not covered: what torch's own actions do with a stage that holds no outputs (they are not used).
+Not covered: what torch's own actions do with a stage that holds no outputs (they are not used); double backward across
+stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
@@ -27,6 +34,7 @@ from torch.distributed.pipelining.schedules import (
     OVERLAP_F_B,
 )
 
+from lowtide.errors import ConfigError
 from lowtide.pipeline.schedule import TRANSFERS, Action, AnyAction, Kind, Pair, Schedule
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.private import await_unshard, make_schedule_runtime
@@ -136,3 +144,61 @@ def _ours(action: Any) -> AnyAction:
         return Pair(*(Action(_KINDS[each.computation_type], each.stage_index, each.microbatch_index)
                       for each in action.sub_actions))  # fmt: skip
     return Action(_KINDS[action.computation_type], action.stage_index, action.microbatch_index)
+
+
+# -- on one micro-batch -----------------------------------------------------------------------------------------------
+
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveChunk:
+    """What stays of a forward until its backward. The activations hang on the places."""
+
+    leaves: Tensors
+    """What came from the stage before."""
+    places: tuple[GradientEdge | None, ...]
+    """Of the outputs, in their order; None where no gradient flows."""
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a stage is called with for an entry of the batch: a tensor, a tuple of inputs, or a mapping by keyword."""
+    return ((), dict(batch)) if isinstance(batch, Mapping) else (as_tuple(batch), {})
+
+
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """What a stage gives, as what it passes on."""
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
+
+
+def with_places(leaves: Tensors, output: Any, stage: int) -> tuple[LiveChunk, Tensors]:
+    """What a forward leaves, and its outputs as leaves for the stage after, which share their memory."""
+    outputs = as_tuple(output)
+    places = []
+    following: list[torch.Tensor | None] = []
+    for each in outputs:
+        if not (each is None or isinstance(each, torch.Tensor)):
+            raise ConfigError(
+                f"pipeline: stage {stage} gave a {type(each).__name__}; what one stage passes on to the next is a "
+                "tensor or a tuple of tensors"
+            )
+        has_gradient = each is not None and each.requires_grad
+        places.append(get_gradient_edge(each) if each is not None and has_gradient else None)
+        following.append(None if each is None else each.detach().requires_grad_(has_gradient))
+    return LiveChunk(leaves, tuple(places)), tuple(following)
+
+
+def backward(chunk: LiveChunk, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+    """The gradients of the leaves. Those of the weights are added up by autograd."""
+    roots = [
+        (place, given) for place, given in zip(chunk.places, gradients, strict=True) if place and given is not None
+    ]
+    if roots:
+        torch.autograd.backward([place for place, _ in roots], [given for _, given in roots])
+    found = []
+    for leaf in chunk.leaves:
+        found.append(None if leaf is None else leaf.grad)
+        if leaf is not None:
+            leaf.grad = None
+    return tuple(found)

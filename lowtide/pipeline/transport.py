@@ -75,7 +75,7 @@ class GroupTransport:
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = dist.get_rank(group)
         self._device = device
-        self._note = note
+        self.note = note
         self._heads = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._ways = [self._heads, self._heads]
         """Of tensors: to higher ranks, to lower ranks."""
@@ -83,6 +83,8 @@ class GroupTransport:
             self._ways = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(2)]
         self._numbers: dict[Hashable, int] = {}
         """Of the shapes of micro-batches that were seen."""
+        self._state: Any = None
+        """Of stages, in the last step."""
         self._shapes: list[int] = []
         """The number of the shape of each micro-batch of this step."""
         self._known: dict[tuple[Kind, int, int], _Blanks] = {}
@@ -94,9 +96,11 @@ class GroupTransport:
         self._on_the_way: set[Result] = set()
         self._send_error: tuple[int, BaseException] | None = None
 
-    def begin(self, shapes: Sequence[Hashable] | None, *, has_changed: bool, divide_by: float) -> None:
-        """A step begins. shapes: of each micro-batch, on the first rank. has_changed: stages of this rank may pass on
-        other tensors than before for the same shapes. Raises ConfigError where ranks divide by different numbers."""
+    def begin(self, shapes: Sequence[Hashable] | None, *, state: Any, divide_by: float) -> None:
+        """A step begins. shapes: of each micro-batch, on the first rank. state: where it is another one than in the
+        last step, stages of this rank may pass on other tensors for the same shapes. Raises ConfigError where ranks
+        divide by different numbers."""
+        has_changed, self._state = state != self._state, state
         said = self.meet((shapes, has_changed, {"values of divide_by": divide_by}), "was beginning a step")
         refuse_difference("pipeline", [facts for *_, facts in said])
         if any(has_changed for _, has_changed, _ in said):
@@ -265,7 +269,7 @@ class GroupTransport:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _raise_noted(self) -> None:
-        text = self._note.read()
+        text = self.note.read()
         if text is not None:
             raise PipelineError(f"pipeline: {text}")
 
@@ -277,10 +281,10 @@ class GroupTransport:
     def _lost(self, peer: int | None, doing: str, error: BaseException) -> PipelineError:
         """What to say of a connection that broke: the cause that somebody noted, else that the peer is gone."""
         who = "another rank" if peer is None else f"rank {peer}"
-        noted = self._note.read()
+        noted = self.note.read()
         if noted is None:
             own = f"{who} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
-            noted = self._note.settle(own)
+            noted = self.note.settle(own)
         return PipelineError(f"pipeline: {noted}")
 
 

@@ -22,7 +22,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from lowtide.core.profile import Profile, Site
+from lowtide.core.profile import Profile, Shift, Site
 from lowtide.planner.problem import op_base_bytes
 from lowtide.planner.problem import state_bytes as bytes_of_state
 
@@ -168,16 +168,16 @@ def with_turn(profile: Profile, beside: np.ndarray, *, turn_bytes: int) -> Profi
         op_seconds=column(profile.op_seconds, 0.0),
         op_bytes=column(nbytes, around + turn_bytes),
         op_gradient_bytes=column(profile.op_gradient_bytes, made),
-        nodes=tuple(_past_turn(node, turn) for node in profile.nodes),
+        nodes=tuple(_moved(node, Shift([(turn, 1)])) for node in profile.nodes),
     )
 
 
-def _past_turn(node: Site, turn: int) -> Site:
+def _moved(node: Site, shift: Shift) -> Site:
     return dataclasses.replace(
         node,
-        dies=node.dies + (node.dies > turn),
-        reads=tuple(read + (read >= turn) for read in node.reads),
-        release=node.release + (node.release > turn),
+        dies=shift.end(node.dies),
+        reads=tuple(map(shift.op, node.reads)),
+        release=shift.end(node.release),
     )
 
 

@@ -1,6 +1,8 @@
-"""Advice where no plan fits: what most of the memory is, and the one or two changes that would mend it, planned and
-not guessed.
+"""Where the bytes are at the worst moment of a step; and advice where no plan fits: what most of the memory is, and the
+one or two changes that would mend it, planned and not guessed.
 
+`memory_breakdown` makes the lines of a plan's account, with everything kept and with the plan; the worst moments are
+two different ones.
 What: `explained` looks at the worst moment of the least that can be reached, names what is most there (weights,
 gradients, the optimizer's state, the optimizer's step, activations, or the loss and other temporaries), and plans the
 step again with the changes that are about that. What a refusal offered before (larger budgets) follows.
@@ -21,13 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowtide.core.decisions import AccountLine
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.text_table import percent
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.planner.memory_breakdown import gradients_at
 from lowtide.planner.min_peak import quick_floor
-from lowtide.planner.problem import Problem, op_base_bytes
+from lowtide.planner.problem import Problem, op_base_bytes, state_bytes
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 from lowtide.units import format_bytes, format_seconds
 
@@ -42,6 +44,8 @@ MOST_CHANGES = 3
 _MOST_SAID = 2
 _MOST_LINES = 4
 HALF_A_BATCH = "half the micro-batch"
+STATE, TEMPORARIES = "optimizer state", "head, loss, temporaries"
+"""Lines of an account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,3 +174,59 @@ def _planned(changes: Sequence[Change], config: MemoryConfig, replan: PlanAgain)
                 f"{format_seconds(predicted.step_seconds)} a step, {percent(more)} over keeping everything"
             ),
         )
+
+
+# -- the account of a plan ---------------------------------------------------------------------------------------------
+
+
+def memory_breakdown(
+    problem: Problem,
+    plain: Sequence[int],
+    planned: Sequence[int],
+    plain_problem: Problem | None = None,
+    *,
+    moving: Sequence[int] | None = None,
+    slot_bytes: int = 0,
+    has_gradients: bool = False,
+) -> tuple[AccountLine, ...]:
+    """The lines, whose last one is their sum.
+
+    `plain_problem` is the one of the plain curve, where it is another. 'activations' is what changes: bytes of nodes.
+    'temporaries' is the rest: results that live for a few operators, and gradients that are on their way.
+    Where shares of the optimizer's state are items of `problem`, `moving` is what of them is there in each tick, and
+    `slot_bytes` what passes through in the optimizer's.
+    """
+    before = _column(plain_problem or problem, plain, None, 0, has_gradients=has_gradients)
+    after = _column(problem, planned, moving, slot_bytes, has_gradients=has_gradients)
+    return tuple(AccountLine(what=name, plain_bytes=before[name], planned_bytes=after[name]) for name in before)
+
+
+def _column(
+    problem: Problem, curve: Sequence[int], moving: Sequence[int] | None, slot_bytes: int, *, has_gradients: bool
+) -> dict[str, int]:
+    state = problem.profile.state
+    tick = max(range(len(curve)), key=curve.__getitem__)
+    base = problem.step.ticks[tick].base_bytes
+    there = moving[tick] if moving is not None else 0
+    slots = slot_bytes if tick == len(problem.starts) - 1 else 0
+    gradients = gradients_at(problem, tick, has_gradients)
+    fixed = state_bytes(problem.profile, has_gradients=has_gradients) - problem.state_bytes
+    return {
+        "weights": state.parameters,
+        STATE: state.optimizer - problem.state_bytes + there + slots,
+        "buffers and batch": state.buffers + state.inputs + state.others + state.rounding,
+        "gradients": gradients,
+        "activations": int(curve[tick]) - base - there,
+        TEMPORARIES: base - slots - fixed - (0 if has_gradients else gradients),
+        "peak": int(curve[tick]),
+    }
+
+
+def gradients_at(problem: Problem, tick: int, has_gradients: bool) -> int:
+    """Bytes of gradients that have been made by a tick."""
+    profile = problem.profile
+    if has_gradients:
+        return profile.state.gradients
+    if tick >= len(problem.starts) - 1:
+        return profile.state.gradients
+    return profile.op_gradient_bytes[problem.starts[tick + 1] - 1]

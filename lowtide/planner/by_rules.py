@@ -13,26 +13,16 @@ from typing import TYPE_CHECKING
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
-from lowtide.planner.problem import Problem, fitting_min_bytes, make_problem, may_be_smaller
+from lowtide.planner.problem import Problem, fitting_min_bytes, make_problem
 from lowtide.planner.rerun_layers import can_rerun, run_again
-from lowtide.planner.smaller import form_of, is_form
+from lowtide.planner.smaller import form_of, is_form, with_codecs
 from lowtide.planner.state_items import StateShares
-from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
 
 _ALL = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
 NO_OTHER = "the rules leave no other fate"
-
-
-def floor_of_kept(problem: Problem) -> int:
-    """The peak with everything kept that may be, and else swapped."""
-    from lowtide.planner.min_peak import first_of
-
-    arrays = StepArrays.of(problem.step)
-    fates = [first_of(item, (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)) for item in problem.step.items]
-    return int(floor_curve(arrays, Lifetimes.of(arrays, fates)).max())
 
 
 def layers_by_rule(profile: Profile, config: MemoryConfig) -> tuple[str, ...]:
@@ -66,7 +56,7 @@ def problem_of(
     rules = _left_rules(config, layers)
     names = {node.name for node in step.nodes if rules.decide(node.name).rule is None}
     least = min_bytes_of(profile, config)
-    step = may_be_smaller(step, names, least, has_recipes=config.recomputes_freely)
+    step = with_codecs(step, names, least, has_recipes=config.recomputes_freely)
     allowed = _allowed(step, config, rules, why_not_free)
     problem = make_problem(step, allowed=allowed, min_bytes=least, has_gradients=has_gradients)
     return problem if shares is None else shares.added_to(problem, whole)

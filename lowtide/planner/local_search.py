@@ -81,6 +81,13 @@ class Evaluator:
         self.num_plays = 0
         self._plain_seconds = arrays.step.compute_seconds
 
+    @classmethod
+    def until(
+        cls, seconds: float, arrays: StepArrays, link: Link, budget_bytes: int, host_bytes: int | None
+    ) -> Evaluator:
+        """One that is late in so many seconds."""
+        return cls(arrays, link, budget_bytes, host_bytes, deadline=time.perf_counter() + seconds)
+
     @property
     def is_late(self) -> bool:
         return time.perf_counter() > self.deadline

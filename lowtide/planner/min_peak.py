@@ -29,8 +29,8 @@ from lowtide.timeline.step import Item, Link, Step
 
 UNREACHABLE = 1 << 62
 """The floor where rules swap more than the host takes."""
-WHOLE_ITEMS = 60
-"""Up to as many items, programs are solved exactly too."""
+_FEW_ITEMS = 60
+"""Up to as many items, everything that was found is searched on from."""
 BLOCKS = 160
 """The first points: the worst tick of as many equal pieces of the step."""
 _HALVINGS = 6
@@ -66,7 +66,7 @@ def _lowest(step: Step, host_bytes: int | None, fates: Fates) -> tuple[tuple[int
     arrays = StepArrays.of(step)
     evaluator = Evaluator(arrays, _LINK, 0, host_bytes)
     candidates = [fates, *(_all(arrays, order) for order in _ORDERS)]
-    is_small = len(fates) <= WHOLE_ITEMS
+    is_small = len(fates) <= _FEW_ITEMS
     candidates += _halved(evaluator, min(evaluator.excess(fates) for fates in candidates), is_small)
     if is_small:
         repaired = dict.fromkeys(repair(evaluator, fates) for fates in candidates)  # many are the same by now
@@ -83,9 +83,8 @@ def _timeless(step: Step) -> Step:
 
 def _timeless_item(item: Item) -> Item:
     seconds = _TICK_SECONDS + item.nbytes * _RECIPE_SECONDS_A_BYTE
-    if item.form_of is not None:
-        return dataclasses.replace(item, decode_seconds=seconds)
-    return dataclasses.replace(item, recipe_seconds=seconds) if Fate.RECOMPUTE in item.fates else item
+    can_make = item.form_of is not None or Fate.RECOMPUTE in item.fates
+    return dataclasses.replace(item, recipe_seconds=seconds) if can_make else item
 
 
 def quick_floor(arrays: StepArrays, host_bytes: int | None) -> tuple[int, Fates, bool]:
@@ -102,6 +101,15 @@ def quick_floor(arrays: StepArrays, host_bytes: int | None) -> tuple[int, Fates,
     return (UNREACHABLE if missing else peak_bytes), fates, is_proven
 
 
+def least_peak(arrays: StepArrays) -> int:
+    """No fates have a smaller peak: an item is there while forward itself holds it, and when backward reads it."""
+    curve = arrays.base.copy()
+    for item in arrays.step.items:
+        curve[item.born : item.dies] += item.nbytes
+        curve[[read for read in item.reads if read >= item.dies]] += item.nbytes
+    return int(curve.max())
+
+
 def _is_only_stored(items: Sequence[Item], item: Item) -> bool:
     """It may be made from its smaller form, for which it is there as long as for a copy, and in no other way."""
     return item.form is not None and Fate.RECOMPUTE not in items[item.form].fates
@@ -116,7 +124,7 @@ def _halved(evaluator: Evaluator, excess: tuple[int, int], is_small: bool) -> li
     program = Program(arrays.step, link, 0.0, host_bytes)
     points = first_points(arrays, program.plain)
     found: list[Fates] = []
-    least = program.solve(points, minimise_peak=True, whole=is_small)
+    least = program.solve(points, minimise_peak=True)
     if least is None or not math.isfinite(least.bound_seconds):
         return found
     if is_small:

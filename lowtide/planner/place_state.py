@@ -29,7 +29,6 @@ from lowtide.core.profile import Profile, StateBytes
 from lowtide.errors import ConfigError
 from lowtide.planner.space import Found
 from lowtide.planner.state_items import NAME, StateShares, split
-from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
 from lowtide.units import MIB, format_bytes
 
@@ -45,11 +44,11 @@ NUM_SLOTS = 3
 _ALIGNMENT = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What became of the state in a plan."""
+    """What became of the state in a plan. Seconds are those that it costs on its way; the played step is the only one
+    that has all of them."""
 
-    found: Found
     placement: OptimizerPlacement
     slot_bytes: int = 0
     """What the tick of the optimizer counts for buckets that pass through."""
@@ -57,14 +56,10 @@ class Choice:
     """Of the played step's stalls, those for the state."""
     streamed_seconds: float = 0.0
     """Of the played step's recomputes, what are none: shares that are streamed."""
-    slowed_seconds: float = 0.0
+    played_seconds: float = 0.0
+    """In the played step."""
     seconds: float = 0.0
-    """What the state costs on its way, of one micro-batch; the played step is the only one that has all of it."""
-
-    @property
-    def played_seconds(self) -> float:
-        """What of the played step the state costs on its way."""
-        return self.stall_seconds + self.streamed_seconds + self.slowed_seconds
+    """Of one micro-batch."""
 
 
 def shares_allowed(
@@ -175,68 +170,37 @@ class StatePrices:
 
     def choice(self, found: Found, reason: str) -> Choice:
         """What became of the state in this plan."""
-        shares = found.way.shares
-        if shares is None:
-            return self._kept(found, reason)
-        if shares.frees_gradients:
-            return self._in_backward(found, shares, reason)
-        _, fates = split(found.problem, found.fates)
-        sizes = list(zip(shares.sizes, fates, strict=True))
-        nbytes = {fate: sum(size for size, own in sizes if own is fate) for fate in Fate}
-        moved_bytes = nbytes[Fate.SWAP] + nbytes[Fate.RECOMPUTE]
-        if not moved_bytes:
-            return self._kept(found, reason)
-        streamed, lanes = _streamed(found), _Lanes.of(found, self.link)
+        shares, movable_bytes = found.way.shares, self.profile.state.optimizer_movable
+        in_backward = shares is not None and shares.frees_gradients
+        beside_bytes, streamed_bytes = _moving(found) if shares is not None else (0, 0)
+        moved_bytes = beside_bytes + streamed_bytes
+        if shares is None or not (moved_bytes or in_backward):
+            return Choice(placement=OptimizerPlacement(moved_bytes=0, resident_bytes=movable_bytes, reason=reason))
+        lanes = _Lanes.of(found, self.link)
+        streamed = 0.0 if in_backward else _streamed(found)
+        # Where memory is what some of it waits for, no length of the step makes it free.
+        may_be_free = not in_backward and not streamed_bytes
         placement = OptimizerPlacement(
             moved_bytes=moved_bytes,
-            resident_bytes=self.profile.state.optimizer_movable - moved_bytes,
-            beside_bytes=nbytes[Fate.SWAP],
-            tier=_tier(self.profile),
-            bucket_bytes=bucket_size(self.profile.state, self.link),
-            num_slots=NUM_SLOTS,
-            overlap="backward" if nbytes[Fate.SWAP] else "step",
+            resident_bytes=movable_bytes - moved_bytes,
+            beside_bytes=0 if in_backward else beside_bytes,
+            tier=Tier.DISK if self.profile.device == "cpu" else Tier.HOST,
+            bucket_bytes=shares.bucket_bytes if in_backward else bucket_size(self.profile.state, self.link),
+            num_slots=shares.num_places if in_backward else NUM_SLOTS,
+            overlap="in_backward" if in_backward else "backward" if beside_bytes else "step",
             exposed_seconds=lanes.stall_seconds + streamed * self.num_micro_batches,
             slowed_seconds=lanes.slowed_seconds,
-            # Where memory is what some of it waits for, no length of the step makes it free.
-            free_from_tokens=None if nbytes[Fate.RECOMPUTE] else self._free_from(moved_bytes, lanes),
+            free_from_tokens=self._free_from(moved_bytes, lanes) if may_be_free else None,
             reason=reason,
         )
         return Choice(
-            found=found,
             placement=placement,
-            slot_bytes=shares.slot_bytes,
+            slot_bytes=0 if in_backward else shares.slot_bytes,
             stall_seconds=lanes.stall_seconds,
             streamed_seconds=streamed,
-            slowed_seconds=lanes.slowed_seconds,
+            played_seconds=lanes.stall_seconds + lanes.slowed_seconds + streamed,
             seconds=self._shared(lanes, streamed),
         )
-
-    def _in_backward(self, found: Found, shares: StateShares, reason: str) -> Choice:
-        """Parameters are updated while backward runs."""
-        lanes = _Lanes.of(found, self.link)
-        placement = OptimizerPlacement(
-            moved_bytes=shares.nbytes,
-            resident_bytes=self.profile.state.optimizer_movable - shares.nbytes,
-            tier=_tier(self.profile),
-            bucket_bytes=shares.bucket_bytes,
-            num_slots=shares.num_places,
-            overlap="in_backward",
-            exposed_seconds=lanes.stall_seconds,
-            slowed_seconds=lanes.slowed_seconds,
-            reason=reason,
-        )
-        return Choice(
-            found=found,
-            placement=placement,
-            stall_seconds=lanes.stall_seconds,
-            slowed_seconds=lanes.slowed_seconds,
-            seconds=lanes.stall_seconds + lanes.slowed_seconds,
-        )
-
-    def _kept(self, found: Found, reason: str) -> Choice:
-        """All of the state stays."""
-        resident_bytes = self.profile.state.optimizer_movable
-        return Choice(found, OptimizerPlacement(moved_bytes=0, resident_bytes=resident_bytes, reason=reason))
 
     def shared_seconds(self, found: Found) -> float:
         """Of one micro-batch: what the state costs is of one step, and shared by its micro-batches."""
@@ -261,8 +225,15 @@ class StatePrices:
         return math.ceil(share * tokens * self.num_micro_batches)
 
 
-def _tier(profile: Profile) -> Tier:
-    return Tier.DISK if profile.device == "cpu" else Tier.HOST
+def _moving(found: Found) -> tuple[int, int]:
+    """Bytes of the shares that travel beside compute, and of those that come and go while the optimizer steps."""
+    shares = found.way.shares
+    assert shares is not None
+    if shares.frees_gradients:
+        return shares.nbytes, 0
+    sizes = list(zip(shares.sizes, split(found.problem, found.fates)[1], strict=True))
+    beside, streamed = (sum(size for size, own in sizes if own is fate) for fate in (Fate.SWAP, Fate.RECOMPUTE))
+    return beside, streamed
 
 
 def _streamed(found: Found) -> float:
@@ -286,18 +257,10 @@ class _Lanes:
 
     @classmethod
     def of(cls, found: Found, link: Link) -> _Lanes:
-        step, timeline = found.problem.step, found.timeline
-        events = run(
-            step,
-            found.fates,
-            link,
-            evict_by=timeline.evict_by,
-            prefetch_at=timeline.prefetch_at,
-            with_events=True,
-        ).events
+        step = found.problem.step
         spent = {"stall": 0.0, "out": 0.0, "in": 0.0}
         taken = {"out": 0.0, "in": 0.0}
-        for event in events:
+        for event in found.events():
             if event.lane in spent and event.name.startswith(NAME):
                 spent[event.lane] += event.end - event.start
             elif event.lane in taken:

@@ -20,18 +20,16 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import BudgetError
-from lowtide.planner.advice import Change, explained
+from lowtide.planner.advice import Change, explained, memory_breakdown
 from lowtide.planner.by_rules import layers_by_rule, min_bytes_of, problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
-from lowtide.planner.in_backward import updates_allowed
-from lowtide.planner.memory_breakdown import memory_breakdown
+from lowtide.planner.in_backward import WeightsInTurn, placement_of, updates_allowed, weights_allowed
 from lowtide.planner.min_peak import UNREACHABLE
 from lowtide.planner.place_state import Choice, StatePrices, shares_allowed
 from lowtide.planner.problem import decisions
 from lowtide.planner.rerun_layers import call_seconds
 from lowtide.planner.space import Found, Question, Space, Way
 from lowtide.planner.state_items import StateShares, split, state_curve
-from lowtide.planner.weights import WeightsInTurn, placement_of, weights_allowed
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_seconds
@@ -68,22 +66,22 @@ def plan_profile(
     """
     budget = config.budget if budget_bytes is None else budget_bytes
     assert isinstance(budget, int)
-    costs = costs.on(profile.device)
     how: Any = {"has_gradients": has_gradients, "time_limit_seconds": time_limit_seconds}
     how |= {"num_micro_batches": num_micro_batches, "costs": costs}
-    # Budgets differ from call to call; all else decides what is known of the step.
-    problem = _problem(_Same(profile), dataclasses.replace(config, budget=1), link, **how)
-    tell = progress or _say_nothing
-    tell("looking for the fastest plan")
-    if budget >= problem.space.floor_bytes:
-        return problem.plan(budget, config)
+    problem = problem_of_step(profile, config, link, **how)
+    if progress is not None:
+        progress("looking for the fastest plan")
+    if problem.space.has_plan(budget):
+        return problem.plan(budget)
     error = problem.refusal(budget, with_suggestions=with_suggestions)
     if not with_suggestions or error.floor_bytes >= UNREACHABLE:
         raise error
 
     def replan(other: Profile, memory: MemoryConfig) -> Plan:
-        limits: Any = {**how, "time_limit_seconds": _WAY_OUT_SECONDS, "with_suggestions": False}
-        return plan_profile(other, memory, link=link, budget_bytes=budget, **limits)
+        changed = problem_of_step(other, memory, link, **{**how, "time_limit_seconds": _WAY_OUT_SECONDS})
+        if not changed.space.has_plan(budget):
+            raise changed.refusal(budget, with_suggestions=False)
+        return changed.plan(budget, with_floor=False)
 
     raise explained(
         error,
@@ -93,6 +91,23 @@ def plan_profile(
         replan=replan,
         changes=changes,
     )
+
+
+def problem_of_step(
+    profile: Profile,
+    config: MemoryConfig,
+    link: Link,
+    *,
+    has_gradients: bool = False,
+    num_micro_batches: int = 1,
+    time_limit_seconds: float = 5.0,
+    costs: HostCosts = NO_COSTS,
+) -> StepProblem:
+    """A step that may be planned for several budgets. Nothing is looked for before somebody asks."""
+    # Budgets differ from call to call; all else decides what is known of the step.
+    how: Any = {"has_gradients": has_gradients, "time_limit_seconds": time_limit_seconds}
+    how |= {"num_micro_batches": num_micro_batches, "costs": costs.on(profile.device)}
+    return _problem(_Same(profile), dataclasses.replace(config, budget=1), link, **how)
 
 
 class _Same:
@@ -111,7 +126,7 @@ class _Same:
 @functools.lru_cache(maxsize=2)
 def _problem(
     key: _Same, config: MemoryConfig, link: Link, *, costs: HostCosts, num_micro_batches: int, **how: Any
-) -> _StepProblem:
+) -> StepProblem:
     """Remembered: other budgets of the same step follow one another (a sweep, ways out)."""
     profile = key.profile
     question = Question(
@@ -124,7 +139,7 @@ def _problem(
         num_micro_batches=num_micro_batches,
         **how,
     )
-    return _StepProblem(question)
+    return StepProblem(question)
 
 
 def _shares(
@@ -138,7 +153,7 @@ def _shares(
     return shares_allowed(profile, config, link, num_micro_batches)
 
 
-class _StepProblem:
+class StepProblem:
     """A step with its candidates, for any budget."""
 
     def __init__(self, question: Question) -> None:
@@ -149,16 +164,19 @@ class _StepProblem:
         """Of a budget below the floor."""
         return self.space.refusal(budget_bytes, self.space.question.time_limit_seconds * with_suggestions)
 
-    def plan(self, budget_bytes: int, config: MemoryConfig) -> Plan:
-        """The fastest within the budget, written down."""
+    def plan(self, budget_bytes: int, *, with_floor: bool = True) -> Plan:
+        """The fastest within the budget, which is not below the floor (`Space.has_plan`), written down.
+
+        `with_floor`: it says what the floor is, which takes as long as the plan to find.
+        """
         space = self.space
         found, excess_seconds = space.fastest(budget_bytes)
         choice = self.prices.choice(found, self._reason(found, budget_bytes))
         seconds = found.step_seconds - choice.played_seconds + choice.seconds
         bound = space.bound_seconds(budget_bytes, found)
         gap = max(0.0, 1.0 - bound / seconds) if seconds else 0.0
-        said: Any = {"gap": gap, "floor_bytes": space.floor_bytes, "excess_seconds": excess_seconds}
-        return _plan_of(choice, config, budget_bytes, **said)
+        floor_bytes = space.floor_bytes if with_floor else None
+        return _plan_of(found, choice, budget_bytes, gap=gap, floor_bytes=floor_bytes, excess_seconds=excess_seconds)
 
     def _reason(self, found: Found, budget_bytes: int) -> str:
         """Why the optimizer's state is where it is."""
@@ -169,21 +187,21 @@ class _StepProblem:
         if optimizer in ("swap", "in_backward"):
             return "memory.optimizer asks for it"
         if found.way.shares is not None:
-            if self.space.fits(budget_bytes, moves_state=False):
+            if self.space.has_plan(budget_bytes, moves_state=False):
                 return "its memory is worth more to activations than its copies cost"
             return "the budget asks for it"
         if found.pass_seconds <= question.seconds * _NO_TIME:
             return "everything fits"
-        if self.space.fits(budget_bytes, moves_state=True):
+        if self.space.has_plan(budget_bytes, moves_state=True):
             return "on its way it would cost more than it frees"
         return "moving it needs more than it frees"
 
 
 def _plan_of(
-    choice: Choice, config: MemoryConfig, budget_bytes: int, *, gap: float, floor_bytes: int, excess_seconds: float
+    found: Found, choice: Choice, budget_bytes: int, *, gap: float, floor_bytes: int | None, excess_seconds: float
 ) -> Plan:
     """What was found, written down."""
-    found = choice.found
+    config = found.way.question.config
     question, problem, timeline = found.way.question, found.problem, found.timeline
     profile, step = problem.profile, problem.step
     own_fates, _ = split(problem, found.fates)
@@ -314,7 +332,3 @@ def _reason(item: Item, fate: Fate, why_fixed: str) -> str:
     if fate is Fate.SWAP:
         return "away and back while compute runs"
     return f"made again in {format_seconds(item.recipe_seconds)}"
-
-
-def _say_nothing(line: str) -> None:
-    pass

@@ -10,7 +10,7 @@ Cost: linear in operators and nodes. Not covered: choosing fates (solve.py).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Recipe
-from lowtide.planner.smaller import form_of, is_form, stored_as, with_codecs
+from lowtide.planner.smaller import form_of, is_form, send_ops, stored_as
 from lowtide.timeline.step import Item, Step, Tick
 from lowtide.units import MIB
 
@@ -71,7 +71,13 @@ def make_problem(
     ticks = _ticks(profile, starts, fixed, has_gradients)
     items = _items(profile, chosen, fates, starts, sends)
     num_forward = bisect.bisect_left(starts, profile.num_forward_ops)
-    step = Step(ticks=ticks, num_forward_ticks=num_forward, items=items, stops=_stops(profile, starts))
+    step = Step(
+        ticks=ticks,
+        num_forward_ticks=num_forward,
+        items=items,
+        stops=_stops(profile, starts),
+        check_until=len(starts) - 1,
+    )
     held = _held(profile, starts[:num_forward], fixed, has_gradients)
     return Problem(profile=profile, step=step, nodes=tuple(chosen), starts=starts, why_fixed=why_fixed, held=held)
 
@@ -132,40 +138,6 @@ def _read_by_recipes(profile: Profile, fates: Sequence[tuple[Fate, ...]]) -> set
         if node.recipe is not None and Fate.RECOMPUTE in node_fates
         for name in node.recipe.nodes
     }
-
-
-def send_ops(profile: Profile) -> list[int]:
-    """For each node the operator after which the runtime can send it away: the next one that saves something.
-
-    Some operators save what they have not filled yet, so the runtime waits for the next.
-    """
-    return [op for op, _ in _sends(profile)]
-
-
-def may_be_smaller(profile: Profile, names: Collection[str], min_bytes: int, *, has_recipes: bool = True) -> Profile:
-    """The profile in which the sites among `names` that fit a codec may be stored smaller (planner/smaller.py).
-    `has_recipes`: or made by their recipes."""
-    sends = _sends(profile)
-    return with_codecs(
-        profile,
-        sends=[op for op, _ in sends],
-        sequences=[sequence for _, sequence in sends],
-        names=names,
-        min_bytes=min_bytes,
-        has_recipes=has_recipes,
-    )
-
-
-def _sends(profile: Profile) -> list[tuple[int, int]]:
-    """For each node the next operator that saves something, and autograd's number there."""
-    saves = sorted((node.first_sequence, node.saved) for node in profile.sites)
-    sequences = [sequence for sequence, _ in saves]
-    end = (profile.num_forward_ops - 1, sequences[-1] + 1 if sequences else 0)
-    places = [bisect.bisect_right(sequences, node.first_sequence) for node in profile.nodes]
-    return [
-        (max(saves[place][1], node.saved), saves[place][0]) if place < len(saves) else end
-        for place, node in zip(places, profile.nodes, strict=True)
-    ]
 
 
 def _stop_ops(profile: Profile) -> set[int]:
@@ -293,6 +265,9 @@ def _items(
         can_remake = Fate.RECOMPUTE in fates[index] and not is_form(node)
         form_at, is_of = place.get(form_of(node.name)), own.get(node.name)
         codec = None if is_of is None else profile.nodes[chosen[is_of]].codec
+        seconds, nbytes = (codec.seconds, codec.work_bytes) if codec is not None else (0.0, 0)
+        if can_remake and recipe is not None:
+            seconds, nbytes = recipe.seconds, max(recipe.transient_bytes - node.nbytes, 0)
         items.append(
             Item(
                 name=node.name,
@@ -303,15 +278,12 @@ def _items(
                 reads=tuple(dict.fromkeys(tick(read) for read in node.reads)),
                 release=boundary(node.release) if node.reads else 0,
                 fates=fates[index],
-                recipe_seconds=recipe.seconds if can_remake and recipe else 0.0,
-                recipe_bytes=max(recipe.transient_bytes - node.nbytes, 0) if can_remake and recipe else 0,
+                recipe_seconds=seconds,
+                recipe_bytes=nbytes,
                 check_bytes=profile.state.fingerprint if can_remake else 0,
-                check_until=len(starts) - 1,
                 inputs=tuple(place[name] for name in recipe.nodes if name in place) if can_remake and recipe else (),
                 form=form_at,
                 form_of=is_of,
-                decode_seconds=codec.seconds if codec else 0.0,
-                work_bytes=codec.work_bytes if codec else 0,
             )
         )
     return tuple(items)

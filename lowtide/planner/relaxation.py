@@ -7,7 +7,7 @@ not to fit, so the program stays small: `Program.solve` is called again with mor
 
 Why a bound: every row is necessary. Take any real schedule, read its shares and what the link had moved by the start of
 each point, and all rows hold; each says why. The value of the program is therefore at most the time of that schedule,
-whatever the points are. With `whole=True` shares are 0 or 1 (branch and bound), and the bound is the search's own.
+whatever the points are.
 
 Cost: with n items and p points about 2 n + 7 p columns, and rows with a few entries each (linear_program.py). 32 layers
 × 11 items: 0.1 s.
@@ -120,15 +120,11 @@ class Program:
         self,
         points: Iterable[int],
         *,
-        whole: bool = False,
         time_limit_seconds: float = 60.0,
         reserve_bytes: float = 0.0,
         minimise_peak: bool = False,
-        gap: float = 1e-4,
     ) -> Relaxation | None:
         """Solves it at these ticks; None when time ran out with nothing in hand.
-
-        With `whole` it stops within `gap` of the best value, a share of what the step costs above keeping everything.
 
         `reserve_bytes` is taken from the budget: the shares then leave room for what rounding costs, but the bound is
         none. `minimise_peak` asks for the smallest peak instead, link and time being no object; the 'seconds' are
@@ -138,8 +134,7 @@ class Program:
         build = Linear()
         columns = self._shares(build, ticks)
         self._watch(build, ticks, columns, reserve_bytes, minimise_peak)
-        solved = build.solve(whole=whole, gap=gap, time_limit_seconds=time_limit_seconds)
-        return self._relaxation(solved, columns, minimise_peak=minimise_peak)
+        return self._relaxation(build.solve(time_limit_seconds), columns, minimise_peak=minimise_peak)
 
     def _shares(self, build: Linear, ticks: list[int]) -> list[_Columns]:
         """Columns for the fates, with what each costs, and the rows that tie them together.
@@ -159,13 +154,13 @@ class Program:
                 # Both copies run, and compute falls behind by its share of them.
                 out_bytes, back_bytes = item.nbytes + item.leave_bytes, item.nbytes + item.visit_bytes
                 behind = share * (self._out_seconds(out_bytes) + self._back_seconds(back_bytes))
-                entry.swap = build.column(behind, 1.0, whole=True)
+                entry.swap = build.column(behind, 1.0)
             if Fate.RECOMPUTE in item.fates and item.form_of is None:
                 form = None if item.form is None else items[item.form]
                 if form is None or Fate.RECOMPUTE in form.fates:
-                    entry.recompute = build.column(item.recipe_seconds / self._unit_seconds, 1.0, whole=True)
+                    entry.recompute = build.column(item.recipe_seconds / self._unit_seconds, 1.0)
                 if form is not None:
-                    entry.decode = build.column(form.decode_seconds / self._unit_seconds, 1.0, whole=True)
+                    entry.decode = build.column(form.recipe_seconds / self._unit_seconds, 1.0)
                     later.append(index)  # its form is made, and so listed, after it
             terms = [(col, 1.0) for col in (entry.swap, entry.recompute, entry.decode) if col >= 0]
             if item.is_retained_input:
@@ -242,10 +237,10 @@ class Program:
             if item.form is not None:
                 form = self.step.items[item.form]
                 gone.append((entry.decode, max(dies, bisect_left(ticks, form.born + 1))))
-                made.append((entry.decode, form.decode_seconds, form.work_bytes))
+                made.append((entry.decode, form.recipe_seconds, form.recipe_bytes))
                 born_at = bisect_left(ticks, form.born)
-                if entry.decode >= 0 and form.work_bytes and born_at < num and ticks[born_at] == form.born:
-                    moves.transient[born_at].append((entry.decode, form.work_bytes / self._unit_bytes))
+                if entry.decode >= 0 and form.recipe_bytes and born_at < num and ticks[born_at] == form.born:
+                    moves.transient[born_at].append((entry.decode, form.recipe_bytes / self._unit_bytes))
             for col, seconds, transient_bytes in made:
                 if col < 0:
                     continue

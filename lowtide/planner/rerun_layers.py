@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from lowtide.core.profile import LayerCall, Profile, Site
+from lowtide.core.profile import LayerCall, Profile, Shift, Site
 
 _GONE = "its layer runs again"
 
@@ -87,12 +87,13 @@ class _Again:
         # A layer that saves nothing of its own has nothing to run again for.
         points = sorted((self._first_open(at, first, reads), -first) for first, at in ends.items())
         by_start = {call.first_op: call for call in self.calls}
-        self.points = [at for at, _ in points]
-        self.sums = [0, *accumulate(by_start[-first].end_op + first for _, first in points)]
         self.reruns: dict[int, _Rerun] = {}
-        for number, (at, negative) in enumerate(points):
-            call = by_start[-negative]
-            self.reruns[call.first_op] = _Rerun(call, at, at + self.sums[number])
+        start = 0
+        for at, negative in points:
+            rerun = _Rerun(by_start[-negative], at, at + start)
+            self.reruns[-negative] = rerun
+            start += rerun.length
+        self.shift = Shift((rerun.at, rerun.length) for rerun in self.reruns.values())
 
     def _first_open(self, at: int, first: int, reads: list[tuple[int, int]]) -> int:
         """The first backward operator of the call that reads its nodes at `at`: a parameter that is saved inside is
@@ -117,14 +118,6 @@ class _Again:
             return None
         # Saved after the call was over, too: somebody else reads it.
         return None if node.retained_input is None and node.last_sequence > call.end_sequence else call
-
-    def op(self, index: int) -> int:
-        """An operator: it comes after what runs again before it."""
-        return index + self.sums[bisect.bisect_right(self.points, index)]
-
-    def end(self, index: int) -> int:
-        """The end of a lifetime: it comes before what runs again there."""
-        return index + self.sums[bisect.bisect_left(self.points, index)]
 
     # -- what comes out --------------------------------------------------------------------------------------------
 
@@ -181,7 +174,7 @@ class _Again:
         for node in self.old.nodes:
             call = self.gone.get(node.name)
             if call is not None:
-                present(node.born, self.end(min(node.dies, num_ops)), node.nbytes)
+                present(node.born, self.shift.end(min(node.dies, num_ops)), node.nbytes)
             else:
                 call = self._call_of(node.born) if node.born >= 0 else None
             rerun = self.reruns.get(call.first_op) if call is not None else None
@@ -191,10 +184,10 @@ class _Again:
             shift = rerun.start - rerun.call.first_op
             stop = min(node.dies, rerun.call.end_op) + shift
             if node.name in self.gone and node.reads:
-                stop = max(stop, self.end(node.release))
+                stop = max(stop, self.shift.end(node.release))
             present(node.born + shift, stop, node.nbytes)
         for first, rerun in self.reruns.items():
-            present(rerun.start, self.end(self.over[first]), rerun.call.staying_bytes)
+            present(rerun.start, self.shift.end(self.over[first]), rerun.call.staying_bytes)
         for index, change in enumerate(accumulate(changes[:-1])):
             op_bytes[index] += change
 
@@ -215,12 +208,12 @@ class _Again:
         together = node.collective_recipe
         if together is not None and (readers or is_made or not there.issuperset(together.nodes)):
             together = None
-        reads = {self.op(read) for read in node.reads}
-        release = self.end(node.release) if node.reads else 0
+        reads = {self.shift.op(read) for read in node.reads}
+        release = self.shift.end(node.release) if node.reads else 0
         saved, first, last = node.saved, node.first_sequence, node.last_sequence
         if readers:
             reads |= {rerun.start for rerun in readers}
-            release = max(release, *(self.end(self.over[rerun.call.first_op]) for rerun in readers))
+            release = max(release, *(self.shift.end(self.over[rerun.call.first_op]) for rerun in readers))
             # Handed over when the layer begins.
             begins = min(rerun.call.first_op for rerun in readers)
             if node.retained_input is not None or begins <= node.saved:
@@ -231,7 +224,7 @@ class _Again:
             node,
             retained_input=None if readers else node.retained_input,
             saved=saved,
-            dies=self.end(node.dies),
+            dies=self.shift.end(node.dies),
             reads=tuple(sorted(reads)),
             release=release,
             first_sequence=first,

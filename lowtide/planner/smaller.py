@@ -6,10 +6,10 @@ that one's own fate is recompute, which means that there is none (`Item.form` of
 five ways: kept, swapped, made by its recipe, its form kept, its form swapped; and all are in one program, one search
 and one timeline. `problem.decisions` turns the answer into one decision for each site.
 
-The account, in half-open lifetimes: the site is there until the operator after which it can be sent (`send_ops` of
-problem.py: the runtime encodes when the next operator saves something), its form from that operator to the site's first
-need, where both are there; while either is made, `Codec.work_bytes` on top. So a storage that something else holds for
-long frees little, and one that is held until backward frees nothing and gets no codec.
+The account, in half-open lifetimes: the site is there until the operator after which it can be sent (`send_ops`: the
+runtime encodes when the next operator saves something), its form from that operator to the site's first need, where
+both are there; while either is made, `Codec.work_bytes` on top. So a storage that something else holds for long frees
+little, and one that is held until backward frees nothing and gets no codec.
 
 Which sites: those of at least `min_bytes` that no rule names (rules name fates, and a fate is about a storage as it
 is), also those that have a recipe: one may be dear, or start from what would have to be kept for it.
@@ -19,8 +19,9 @@ Cost: linear in nodes. Not covered: more than one codec for a site; encoding is 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
@@ -32,20 +33,10 @@ SIDE = "smaller form"
 """`RetainedInput.side` of the nodes that stand for smaller forms."""
 
 
-def with_codecs(
-    profile: Profile,
-    *,
-    sends: Sequence[int],
-    sequences: Sequence[int],
-    names: Collection[str],
-    min_bytes: int,
-    has_recipes: bool = True,
-) -> Profile:
-    """The profile in which sites among `names` may be stored smaller. `sends`: for each node the operator after which
-    it can be sent away; `sequences`: autograd's number at that operator. `has_recipes`: these sites may be made by
-    their recipes, too."""
+def with_codecs(profile: Profile, names: Collection[str], min_bytes: int, *, has_recipes: bool = True) -> Profile:
+    """The profile in which sites among `names` may be stored smaller. `has_recipes`: or made by their recipes."""
     nodes: list[Site] = []
-    for node, send, sequence in zip(profile.nodes, sends, sequences, strict=True):
+    for node, (send, sequence) in zip(profile.nodes, _sends(profile), strict=True):
         is_requested = node.name in names and node.nbytes >= min_bytes
         if node.codec is None or not is_requested or not node.reads or max(node.dies, send + 1) >= node.reads[0]:
             nodes.append(node)
@@ -55,6 +46,26 @@ def with_codecs(
             _form(node, node.codec, send, sequence),
         ]
     return dataclasses.replace(profile, nodes=tuple(sorted(nodes, key=lambda node: node.saved)))
+
+
+def send_ops(profile: Profile) -> list[int]:
+    """For each node the operator after which the runtime can send it away: the next one that saves something.
+
+    Some operators save what they have not filled yet, so the runtime waits for the next.
+    """
+    return [op for op, _ in _sends(profile)]
+
+
+def _sends(profile: Profile) -> list[tuple[int, int]]:
+    """For each node the next operator that saves something, and autograd's number there."""
+    saves = sorted((node.first_sequence, node.saved) for node in profile.sites)
+    sequences = [sequence for sequence, _ in saves]
+    end = (profile.num_forward_ops - 1, sequences[-1] + 1 if sequences else 0)
+    places = [bisect.bisect_right(sequences, node.first_sequence) for node in profile.nodes]
+    return [
+        (max(saves[place][1], node.saved), saves[place][0]) if place < len(saves) else end
+        for place, node in zip(places, profile.nodes, strict=True)
+    ]
 
 
 def _form(node: Site, codec: Codec, send: int, sequence: int) -> Site:

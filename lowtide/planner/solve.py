@@ -2,8 +2,7 @@
 
 What: `solve` bounds the step from below by a linear program (relaxation.py), turns its shares into fates
 (local_search.py) and plays them on the timeline (timeline/events.py), which alone decides whether they fit and how long
-the step takes. Small steps also get the exact program, and every pair of changes. Where nothing fits, the ways out are
-solved as well.
+the step takes. Small steps also get every pair of changes. Where nothing fits, the ways out are solved as well.
 
 Why a reserve: whole items leave a little later than the fluid of the program. Solved once more for a budget that is
 smaller by a few items, its shares leave room for that, and the timeline needs no stalls.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.text_table import percent
 from lowtide.errors import BudgetError
 from lowtide.planner.local_search import SMALL, Evaluator, Fates, Outcome, improve, repair, roundings
-from lowtide.planner.min_peak import BLOCKS, UNREACHABLE, WHOLE_ITEMS, first_of, first_points, floor, quick_floor
+from lowtide.planner.min_peak import UNREACHABLE, first_of, first_points, floor, quick_floor
 from lowtide.planner.relaxation import Program, Relaxation
 from lowtide.timeline.events import Timeline
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
@@ -38,20 +37,12 @@ __all__ = ["Solution", "bound_of", "floor", "refusal", "solve"]
 
 GOOD_GAP = 1e-3
 """Nobody measures a step this well; looking further is not worth the time."""
-_LP_GAP = 5e-3
-"""Good enough to spare more than a handful of items the exact program."""
-_WHOLE_ITEMS = 30
-"""Up to as many, the program is solved exactly too: beyond, it takes seconds and seldom finds more."""
 _ROUNDS = 4
 _RESERVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
 _WAY_OUT_SECONDS = 2.0
 _USUAL_ITEMS = 1_000
 """The time limit is for so many; a larger step may take as many times as long."""
-
-BEATEN = "cannot be faster"
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +58,8 @@ class Solution:
     """Share of the step by which it may be slower than the fastest there is."""
     floor_bytes: int
     """The smallest peak that was found to be possible, whatever it costs."""
-    how: str
-    """'everything fits', 'lp', 'lp + search' where single changes helped, 'milp', 'closed form'."""
+    is_beaten: bool
+    """It cannot be as fast as was wanted, and was not looked for further."""
 
 
 def solve(
@@ -78,8 +69,6 @@ def solve(
     *,
     host_bytes: int | None = None,
     time_limit_seconds: float = 5.0,
-    progress: Progress | None = None,
-    with_suggestions: bool = True,
     low: tuple[int, Fates] | None = None,
     beats: float = math.inf,
 ) -> Solution:
@@ -87,24 +76,22 @@ def solve(
 
     `low`: a floor that is known, or as good as one, and its fates; then none is looked for.
     `beats`: of a step that cannot be faster than so many seconds no more than the bound is wanted.
-    Raises `BudgetError` when no fates do; without ways out it costs nothing, and says less.
+    Raises `BudgetError` when no fates do, which has no ways out.
     """
-    began = time.perf_counter()
     arrays = StepArrays.of(step)
-    tell = progress or (lambda _: None)
-    deadline = began + time_limit_seconds * max(1.0, len(step.items) / _USUAL_ITEMS)
-    evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=deadline)
+    seconds = time_limit_seconds * max(1.0, len(step.items) / _USUAL_ITEMS)
+    evaluator = Evaluator.until(seconds, arrays, link, budget_bytes, host_bytes)
     floor_bytes, floor_fates, is_proven = quick_floor(arrays, host_bytes) if low is None else (*low, True)
     if is_proven and floor_bytes > budget_bytes:
-        raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_suggestions)
-    bound, how, best = _best(evaluator, floor_fates, is_proven, tell, beats)
+        raise refusal(evaluator, floor_bytes, floor_fates)
+    bound, best = _best(evaluator, floor_fates, beats)
+    is_beaten = bound >= beats and best.seconds != bound
     if not best.fits:
         if low is None:
-            tell("looking for the smallest peak")
             floor_bytes, floor_fates = floor(arrays, host_bytes)
         best = evaluator.play(floor_fates)
         if not best.fits:
-            raise refusal(evaluator, floor_bytes, floor_fates, time_limit_seconds * with_suggestions)
+            raise refusal(evaluator, floor_bytes, floor_fates)
     floor_bytes = min(floor_bytes, evaluator.floor(best.fates))
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
@@ -114,7 +101,7 @@ def solve(
         bound_seconds=bound,
         gap=(best.seconds - bound) / best.seconds if best.seconds else 0.0,
         floor_bytes=floor_bytes,
-        how=how,
+        is_beaten=is_beaten,
     )
 
 
@@ -122,36 +109,34 @@ def bound_of(
     arrays: StepArrays, link: Link, budget_bytes: int, host_bytes: int | None, time_limit_seconds: float
 ) -> float:
     """No schedule of this step within the budget is faster; that of the plain step where nothing more is known."""
-    evaluator = Evaluator(arrays, link, budget_bytes, host_bytes, deadline=time.perf_counter() + time_limit_seconds)
+    evaluator = Evaluator.until(time_limit_seconds, arrays, link, budget_bytes, host_bytes)
     bound = arrays.step.compute_seconds
     if _everything_kept(evaluator) is not None:
         return bound
     program = Program(arrays.step, link, budget_bytes, host_bytes)
-    points = first_points(arrays, program.plain)
+    found = _rounds(evaluator, program, first_points(arrays, program.plain))
+    return max([bound, *(shares.bound_seconds for shares in found)])
+
+
+def _rounds(evaluator: Evaluator, program: Program, points: set[int]) -> Iterator[Relaxation]:
+    """What the program says at more and more points, until its shares fit at all of them. `points` grows."""
     for _ in range(_ROUNDS):
         shares = program.solve(points, time_limit_seconds=_left(evaluator))
         if shares is None or not math.isfinite(shares.bound_seconds):
-            break
-        bound = max(bound, shares.bound_seconds)
-        more = _violated(arrays, program, shares, budget_bytes) - points
+            return  # numbers that the program cannot tell apart: something fits, as what was played shows
+        yield shares
+        more = _violated(evaluator.arrays, program, shares, evaluator.budget_bytes) - points
         if not more or evaluator.is_late:
-            break
+            return
         points |= more
-    return bound
 
 
-def _best(
-    evaluator: Evaluator, low_fates: Fates, is_lowest: bool, tell: Progress, beats: float = math.inf
-) -> tuple[float, str, Outcome]:
-    """The bound, how it was found, and the best outcome; it may not fit. `low_fates` have a small peak, if any have."""
-    arrays = evaluator.arrays
+def _best(evaluator: Evaluator, low_fates: Fates, beats: float = math.inf) -> tuple[float, Outcome]:
+    """The bound, and the best outcome; it may not fit. `low_fates` have a small peak, if any have."""
     kept = _everything_kept(evaluator)
     if kept is not None:
-        return kept.seconds, "everything fits", kept
-    pool = [evaluator.play(low_fates), *_filled(evaluator)]
-    if not is_lowest and len(arrays.step.items) <= WHOLE_ITEMS:
-        pool.append(evaluator.play(floor(arrays, evaluator.host_bytes)[1]))
-    return _programmed(evaluator, pool, tell, beats)
+        return kept.seconds, kept
+    return _programmed(evaluator, [evaluator.play(low_fates), *_filled(evaluator)], beats)
 
 
 def _everything_kept(evaluator: Evaluator) -> Outcome | None:
@@ -176,31 +161,22 @@ def _filled(evaluator: Evaluator) -> list[Outcome]:
     return outcomes
 
 
-def _programmed(evaluator: Evaluator, pool: list[Outcome], tell: Progress, beats: float) -> tuple[float, str, Outcome]:
-    """The bound, how it was found, and the best outcome. Everything that was played joins the pool."""
+def _programmed(evaluator: Evaluator, pool: list[Outcome], beats: float) -> tuple[float, Outcome]:
+    """The bound, and the best outcome. Everything that was played joins the pool."""
     arrays = evaluator.arrays
-    step = arrays.step
-    program = Program(step, evaluator.link, evaluator.budget_bytes, evaluator.host_bytes)
+    program = Program(arrays.step, evaluator.link, evaluator.budget_bytes, evaluator.host_bytes)
     points = first_points(arrays, program.plain)
-    bound, how = step.compute_seconds, "closed form"
-    for _ in range(_ROUNDS):
-        shares = program.solve(points, time_limit_seconds=_left(evaluator))
-        if shares is None or not math.isfinite(shares.bound_seconds):
-            break  # numbers that the program cannot tell apart: something fits, as the pool shows
-        bound, how = max(bound, shares.bound_seconds), "lp"
+    bound, largest = arrays.step.compute_seconds, float(arrays.nbytes.max(initial=0))
+    shares: Relaxation | None = None
+    for shares in _rounds(evaluator, program, points):
+        bound = max(bound, shares.bound_seconds)
         if bound >= beats:
-            return bound, BEATEN, _least(pool)
+            return bound, _least(pool)
         pool += roundings(evaluator, shares)
-        more = _violated(arrays, program, shares, evaluator.budget_bytes) - points
-        if not more or _is_good(_least(pool), bound) or evaluator.is_late:
+        if _is_good(_least(pool), bound):
             break
-        points |= more
-    if how == "closed form":
-        return bound, how, _polished(evaluator, pool, bound)
-    tell(f"at least {format_seconds(bound)} a step, {format_seconds(_least(pool).seconds)} found")
-    largest = float(arrays.nbytes.max(initial=0))
     for reserve in _RESERVES:
-        if _is_good(_least(pool), bound) or evaluator.is_late:
+        if shares is None or _is_good(_least(pool), bound) or evaluator.is_late:
             break
         shares = program.solve(points, reserve_bytes=reserve * largest, time_limit_seconds=_left(evaluator))
         if shares is None or not math.isfinite(shares.bound_seconds):
@@ -208,21 +184,7 @@ def _programmed(evaluator: Evaluator, pool: list[Outcome], tell: Progress, beats
         pool += roundings(evaluator, shares)
         if shares.bound_seconds >= _least(pool).seconds:
             break  # a larger reserve costs more than rounding does
-    best = _polished(evaluator, pool, bound)
-    how += " + search" if best.rank < _least(pool).rank else ""
-    if len(step.items) > _WHOLE_ITEMS or _is_good(best, bound, GOOD_GAP if len(step.items) <= SMALL else _LP_GAP):
-        return bound, how, best
-    tell("looking for the exact optimum")
-    overhead = max(bound - step.compute_seconds, 1e-12)
-    gap = min(max(GOOD_GAP * bound / overhead / 2, 1e-4), 0.1)
-    ticks = points if len(step.ticks) > 2 * BLOCKS else range(len(step.ticks))
-    whole = program.solve(ticks, whole=True, gap=gap, time_limit_seconds=_left(evaluator))
-    if whole is not None and math.isfinite(whole.bound_seconds):
-        bound = max(bound, whole.bound_seconds)
-        exact = _polished(evaluator, roundings(evaluator, whole), bound)
-        if exact.rank < best.rank:
-            best, how = exact, "milp"
-    return bound, how, best
+    return bound, _polished(evaluator, pool, bound)
 
 
 def _polished(evaluator: Evaluator, pool: list[Outcome], bound: float) -> Outcome:
@@ -237,8 +199,8 @@ def _least(outcomes: Iterable[Outcome]) -> Outcome:
     return min(outcomes, key=lambda outcome: outcome.rank)
 
 
-def _is_good(outcome: Outcome, bound: float, gap: float = GOOD_GAP) -> bool:
-    return outcome.fits and outcome.seconds - bound <= gap * outcome.seconds
+def _is_good(outcome: Outcome, bound: float) -> bool:
+    return outcome.fits and outcome.seconds - bound <= GOOD_GAP * outcome.seconds
 
 
 def _left(evaluator: Evaluator) -> float:
@@ -336,7 +298,7 @@ class _Hidden:
 # -- what to say when nothing fits -----------------------------------------------------------------------------------
 
 
-def refusal(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float) -> BudgetError:
+def refusal(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_limit_seconds: float = 0.0) -> BudgetError:
     """Says what is in the way, and tries the ways out if there is time: those that keep the budget first, then larger
     budgets."""
     arrays, budget_bytes, host_bytes = evaluator.arrays, evaluator.budget_bytes, evaluator.host_bytes
@@ -349,9 +311,9 @@ def refusal(evaluator: Evaluator, floor_bytes: int, floor_fates: Fates, time_lim
             tries.append((f"a budget of {format_bytes(enough)}", enough, host_bytes, floor_fates))
     sentences = []
     for what, other_budget, other_host, fates in tries if time_limit_seconds else ():
-        deadline = time.perf_counter() + min(time_limit_seconds, _WAY_OUT_SECONDS)
-        retry = Evaluator(arrays, evaluator.link, other_budget, other_host, deadline=deadline)
-        *_, best = _best(retry, fates, other_budget > budget_bytes, lambda _: None)
+        limit = min(time_limit_seconds, _WAY_OUT_SECONDS)
+        retry = Evaluator.until(limit, arrays, evaluator.link, other_budget, other_host)
+        _, best = _best(retry, fates)
         if best.timeline is None:
             continue
         way = what.format(host=format_bytes(printed_up(best.timeline.slower_bytes)))

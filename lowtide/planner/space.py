@@ -38,12 +38,12 @@ from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.by_rules import NO_OTHER, layers_by_rule, problem_of
 from lowtide.planner.local_search import Evaluator, Fates, Outcome, mixture, repair
-from lowtide.planner.min_peak import first_of, quick_floor
+from lowtide.planner.min_peak import first_of, least_peak, quick_floor
 from lowtide.planner.problem import Problem, state_bytes, stored_form
 from lowtide.planner.rerun_layers import call_seconds, can_rerun
-from lowtide.planner.solve import BEATEN, bound_of, floor, refusal, solve
+from lowtide.planner.solve import bound_of, floor, refusal, solve
 from lowtide.planner.state_items import StateShares, in_order, split
-from lowtide.timeline.events import Timeline
+from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import StepArrays, plain_curve
 from lowtide.timeline.step import Link
 
@@ -149,6 +149,11 @@ class Found:
         """The same with what recipes cost to prove."""
         return self.step_seconds + self.check_seconds
 
+    def events(self) -> tuple[Event, ...]:
+        """Of compute and the lanes."""
+        fixed: Any = {"evict_by": self.timeline.evict_by, "prefetch_at": self.timeline.prefetch_at}
+        return run(self.problem.step, self.fates, self.way.question.link, **fixed, with_events=True).events
+
     @property
     def swaps(self) -> bool:
         """Whether any activation leaves the device."""
@@ -211,6 +216,12 @@ class Way:
         """The smallest peak that was found, and fates that reach it. Of ways that leave not all that is allowed, which
         no floor depends on, a quick look."""
         return floor(self._arrays, self.host_bytes) if self.is_main else quick_floor(self._arrays, self.host_bytes)[:2]
+
+    def reaches(self, budget_bytes: int) -> bool:
+        """Whether its floor is within the budget. A floor is looked for only where quick looks do not say."""
+        if quick_floor(self._arrays, self.host_bytes)[0] <= budget_bytes:
+            return True
+        return least_peak(self._arrays) <= budget_bytes and self.floor[0] <= budget_bytes
 
     @functools.cached_property
     def kept(self) -> tuple[int, Fates]:
@@ -299,14 +310,14 @@ class Way:
             return self._outcomes.get(number)
         question, limit = self.question, self.limits[number]
         how: Any = {"host_bytes": self.host_bytes, "time_limit_seconds": question.time_limit_seconds}
-        how |= {"with_suggestions": False, "low": self.floor, "beats": beats - self._price_seconds}
+        how |= {"low": self.floor, "beats": beats - self._price_seconds}
         try:
             solution = solve(self.problem.step, question.link, limit, **how)
         except BudgetError:
             self._outcomes[number] = None
             return None
         self._bounds[number] = solution.bound_seconds
-        if solution.how == BEATEN:
+        if solution.is_beaten:
             return None
         outcome = Outcome(
             fates=solution.fates, excess=(0, 0), seconds=solution.timeline.step_seconds, timeline=solution.timeline
@@ -361,30 +372,38 @@ class Space:
         if not question.config.recomputes_freely or question.profile.num_collectives:
             more = ()  # ranks that plan for themselves must issue the same collectives
         self._forced, self._more = forced, more
-        self._kept: dict[tuple[int, StateShares | None], Way] = {}
+        self._known: dict[tuple[int, StateShares | None, bool, bool], Way] = {}
         numbers = (0,) if not more else tuple(dict.fromkeys((0, self._most, self._most // 2)))
         self.ways = [
-            Way(question, self._first(number), shares, has_recipes=has_recipes, swaps=swaps)
+            self._way_of(number, shares, has_recipes, swaps)
             for number in numbers
             for shares in question.shares
             for has_recipes in question.with_recipes
             for swaps in question.with_swap
         ]
 
-    def _first(self, number: int) -> tuple[str, ...]:
-        return (*self._forced, *self._more[:number])
-
-    def _way_of(self, number: int, shares: StateShares | None) -> Way:
-        key = (number, shares)
-        if key not in self._kept:
-            self._kept[key] = Way(self.question, self._first(number), shares)
-        return self._kept[key]
+    def _way_of(self, number: int, shares: StateShares | None, has_recipes: bool = True, swaps: bool = True) -> Way:
+        """With the first so many layers running again."""
+        key = (number, shares, has_recipes, swaps)
+        if key not in self._known:
+            layers = (*self._forced, *self._more[:number])
+            self._known[key] = Way(self.question, layers, shares, has_recipes=has_recipes, swaps=swaps)
+        return self._known[key]
 
     @functools.cached_property
     def _most(self) -> int:
         """The last layer's backward comes first: running it again may hold more than it frees."""
         number = len(self._more)
         return min((number, number - 1), key=lambda number: self._way_of(number, None).kept[0])
+
+    def has_plan(self, budget_bytes: int, *, moves_state: bool | None = None) -> bool:
+        """Whether any plan fits: the budget is not below the floor. `moves_state`: one in which the optimizer's state
+        may move, or may not; None: either."""
+        return any(
+            way.reaches(budget_bytes)
+            for way in self.ways
+            if way.is_main and moves_state in (None, way.shares is not None)
+        )
 
     @functools.cached_property
     def floor_bytes(self) -> int:
@@ -400,12 +419,6 @@ class Space:
         way = self._lowest
         evaluator = Evaluator(StepArrays.of(way.problem.step), self.question.link, budget_bytes, way.host_bytes)
         return refusal(evaluator, *way.floor, time_limit_seconds)
-
-    def fits(self, budget_bytes: int, *, moves_state: bool) -> bool:
-        """Whether there is a plan in which the optimizer's state may move, or may not."""
-        return any(
-            way.floor[0] <= budget_bytes for way in self.ways if way.is_main and (way.shares is not None) is moves_state
-        )
 
     def fastest(self, budget_bytes: int) -> tuple[Found, float]:
         """The fastest plan within the budget, which is not below the floor; and, where it swaps nothing for the price
@@ -461,7 +474,7 @@ class Space:
         for way in self.ways:
             if not way.has_recipes or way.least_seconds >= seconds or self._is_narrower(way.shares):
                 continue
-            if way.may_swap and way.floor[0] > budget_bytes:
+            if way.may_swap and not way.reaches(budget_bytes):
                 continue
             seconds = min(seconds, way.bound_seconds(budget_bytes) + way.swap_price_seconds)
         return seconds

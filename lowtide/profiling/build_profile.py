@@ -12,11 +12,15 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+
+from torch import nn
 
 from lowtide.core.profile import HiddenBytes, LayerCall, Profile, Site, StateBytes, StayingBytes
 from lowtide.core.recipe import Recipe
+from lowtide.loss.attach import loss_of, loss_rows_of
+from lowtide.loss.layers import layer_rows_of
+from lowtide.profiling.layers import layer_weights
 from lowtide.profiling.step_record import NodeRecord, Trace
 from lowtide.recipes.build import COLLECTIVE, Target, build_collective_recipes, build_recipes
 from lowtide.recipes.graph import Storage
@@ -24,38 +28,29 @@ from lowtide.recipes.graph import Storage
 _STATE = frozenset({"parameter", "buffer", "replaced", "input"})
 
 
-@dataclass(frozen=True, slots=True)
-class Recipes:
-    """How each node is recomputed (or why not), by storage index: by one rank alone, and by all together."""
-
-    alone: Mapping[int, Recipe | str]
-    together: Mapping[int, Recipe | str]
-    """Only of nodes that one rank cannot make alone because of a collective."""
-
-
-def with_recipes(trace: Trace) -> tuple[list[NodeRecord], Recipes]:
-    """The nodes worth keeping on record, and their recipes."""
+def find_recipes(trace: Trace) -> None:
+    """Write down how each node is recomputed, or why not; nodes that nothing needs leave the record."""
     targets = [Target(storage=node.storage, version=node.version) for node in trace.nodes if not node.is_given]
     for call in trace.ops.calls:  # clocks of devices are read when the step is over
         call.seconds = trace.ops.seconds[call.index]
     alone = build_recipes(trace.ops.calls, targets)
     together = build_collective_recipes(trace.ops.calls, targets, alone)
     alone, together = (_while_gathered(_unambiguous(found, trace.ambiguous), trace) for found in (alone, together))
-    recipes = Recipes(alone, together)
+    for node in trace.nodes:
+        index = node.storage.index
+        node.recipes = (alone.get(index, "unknown producer"), together.get(index))
     by_name = {node.name: node for node in trace.nodes}
     pending = [node for node in trace.nodes if node.retained_input is None]
     starts = {name for span in trace.spans for name in span.inputs}
     pending += [node for node in trace.nodes if node.retained_input is not None and node.name in starts]
     kept = {node.storage.index for node in pending}
     while pending:
-        index = pending.pop().storage.index
-        found = (recipes.alone.get(index), recipes.together.get(index))
-        for name in [name for recipe in found if isinstance(recipe, Recipe) for name in recipe.nodes]:
-            node = by_name[name]
-            if node.storage.index not in kept:
-                kept.add(node.storage.index)
-                pending.append(node)
-    return [node for node in trace.nodes if node.storage.index in kept], recipes
+        recipes = [recipe for recipe in pending.pop().recipes if isinstance(recipe, Recipe)]
+        for source in [by_name[name] for recipe in recipes for name in recipe.nodes]:
+            if source.storage.index not in kept:
+                kept.add(source.storage.index)
+                pending.append(source)
+    trace.nodes = [node for node in trace.nodes if node.storage.index in kept]
 
 
 def _unambiguous(recipes: Mapping[int, Recipe | str], ambiguous: set[str]) -> Mapping[int, Recipe | str]:
@@ -92,26 +87,22 @@ def _while_gathered(recipes: Mapping[int, Recipe | str], trace: Trace) -> Mappin
 
 def profile_of(
     trace: Trace,
-    nodes: Sequence[NodeRecord],
-    recipes: Recipes,
+    model: nn.Module,
     *,
-    model: str,
     device: str,
     is_fake: bool,
     batch: str,
     layers: tuple[str, ...],
     state: StateBytes,
-    loss: str = "plain",
-    loss_rows: int | None = None,
-    layer_rows: int | None = None,
-    layer_weights: Mapping[str, int],
 ) -> Profile:
-    """The profile of a traced step."""
+    """The profile of a traced step of `model`, whose recipes have been found."""
     end = len(trace.ops.names)
-    sites = tuple(_site(node, recipes, layers, end) for node in nodes)
+    sites = tuple(_site(node, layers, end) for node in trace.nodes)
+    nodes, names = {node.storage.index for node in trace.nodes}, {site.name for site in sites}
     called = tuple(name for name in layers if any(span.name == name for span in trace.spans))
+    weights = layer_weights(model, layers)
     return Profile(
-        model=model,
+        model=type(model).__name__,
         device=device,
         is_fake=is_fake,
         batch=batch,
@@ -121,24 +112,22 @@ def profile_of(
         num_forward_ops=trace.ops.num_forward,
         op_names=tuple(trace.ops.names),
         op_seconds=tuple(trace.ops.seconds),
-        op_bytes=_op_bytes(trace, {node.storage.index for node in nodes}),
+        op_bytes=_op_bytes(trace, nodes),
         op_gradient_bytes=_gradient_bytes(trace),
         nodes=sites,
-        staying=_staying(trace, {site.name for site in sites}, layers),
+        staying=_staying(trace, names, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
-        calls=_layer_calls(trace, {node.storage.index for node in nodes}, {site.name for site in sites}),
+        calls=_layer_calls(trace, nodes, names),
         num_collectives=sum(call.is_collective for call in trace.ops.calls),
-        loss=loss,
-        loss_rows=loss_rows,
-        layer_rows=layer_rows,
-        layer_weights=tuple(layer_weights[name] for name in called),
+        loss=loss_of(model),
+        loss_rows=loss_rows_of(model),
+        layer_rows=layer_rows_of(model),
+        layer_weights=tuple(weights[name] for name in called),
     )
 
 
-def _site(node: NodeRecord, recipes: Recipes, layers: tuple[str, ...], end: int) -> Site:
-    storage = node.storage
-    recipe = recipes.alone.get(storage.index, "unknown producer")
-    together = recipes.together.get(storage.index)
+def _site(node: NodeRecord, layers: tuple[str, ...], end: int) -> Site:
+    storage, (recipe, together) = node.storage, node.recipes
     if recipe == COLLECTIVE and isinstance(together, str):
         recipe = together  # it says which one
     return Site(

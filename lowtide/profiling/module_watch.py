@@ -10,7 +10,6 @@ Cost: four hooks a module call. Not covered: what operators run inside (step_rec
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,17 +23,6 @@ from lowtide.tensors.kinds import is_plain_or_fake
 from lowtide.tensors.private import next_sequence_number, tree_leaves
 from lowtide.tensors.second_run import versions_of_parameters, why_not_rerun
 from lowtide.tensors.wrappers import inside
-
-
-@dataclass(slots=True)
-class _LayerCall:
-    """One call of a layer."""
-
-    span: Span
-    given: dict[int, int]
-    """The records of what it was given, by index, and how often each had been written."""
-    versions: list[int]
-    """How often its parameters had been written to before."""
 
 
 class ModuleWatch:
@@ -52,9 +40,9 @@ class ModuleWatch:
         self._layers = frozenset(layers)
         self._begin_names = begin_names
         self._num_calls: dict[str, int] = {}
-        self._calls: list[_LayerCall] = []
+        self._calls: list[Span] = []
         """Of layers, in the order in which they began."""
-        self._open: list[_LayerCall] = []
+        self._open: list[Span] = []
         self._spans: list[Span] = []
         """Of layers, in the order in which they ended."""
         self.caught: dict[int, NodeRecord] = {}
@@ -108,7 +96,7 @@ class ModuleWatch:
             state = self.state
             if len(state.path) > 1:
                 state.path.pop()
-            if self._open and self._open[-1].span.name == name:
+            if self._open and self._open[-1].name == name:
                 self._leave_layer(self._open.pop(), module)
             if not name:
                 state.is_inside = False
@@ -142,9 +130,9 @@ class ModuleWatch:
         span = Span(name=name, first_op=state.ops.count, end_op=0, first_sequence=now, end_sequence=0)
         with state.silently():
             span.why_not = why_not_rerun(module, args, kwargs)
-        call = _LayerCall(span, self._given_to(name, (args, kwargs), span), versions_of_parameters(module))
-        self._calls.append(call)
-        self._open.append(call)
+        span.given, span.versions = self._given_to(name, (args, kwargs), span), versions_of_parameters(module)
+        self._calls.append(span)
+        self._open.append(span)
         state.layer = name
 
     def _given_to(self, name: str, tree: Any, span: Span) -> dict[int, int]:
@@ -166,23 +154,23 @@ class ModuleWatch:
                 node.is_given = not leaf.is_floating_point() or not saves.is_activation(leaf, record)
         return given
 
-    def _leave_layer(self, call: _LayerCall, module: nn.Module) -> None:
-        state, span = self.state, call.span
-        if any(state.storages.records[index].num_writes != writes for index, writes in call.given.items()):
+    def _leave_layer(self, span: Span, module: nn.Module) -> None:
+        state = self.state
+        if any(state.storages.records[index].num_writes != writes for index, writes in span.given.items()):
             span.why_not = "it writes into its input"
-        if call.versions != versions_of_parameters(module):
+        if span.versions != versions_of_parameters(module):
             span.why_not = "it writes to its own parameters"
         span.end_op, span.end_sequence = state.ops.count, next_sequence_number()
         self._spans.append(span)
-        state.layer = self._open[-1].span.name if self._open else ""
+        state.layer = self._open[-1].name if self._open else ""
 
     def spans(self) -> list[Span]:
         """The calls of layers, with the names of what each was given. The step is over."""
         known = {index: node.name for nodes in (self.caught, self._saves.nodes) for index, node in nodes.items()}
         records = self.state.storages.records
-        for call in self._calls:
-            own = [index for index in call.given if records[index].kind in ("made", "unknown")]
-            call.span.inputs = tuple(known.get(index, records[index].name) for index in own)
+        for span in self._calls:
+            own = [index for index in span.given if records[index].kind in ("made", "unknown")]
+            span.inputs = tuple(known.get(index, records[index].name) for index in own)
         return self._spans
 
     # -- what a hook could hold on to ----------------------------------------------------------------------------------

@@ -25,16 +25,13 @@ from lowtide.core.profile import Profile
 from lowtide.core.recipe import Recipe
 from lowtide.engines.device_ops import TorchDevice
 from lowtide.errors import ConfigError
-from lowtide.loss.attach import loss_of, loss_rows_of
-from lowtide.loss.layers import layer_rows_of
-from lowtide.profiling.build_profile import profile_of, with_recipes
-from lowtide.profiling.layers import find_layers, layer_weights
+from lowtide.profiling.build_profile import find_recipes, profile_of
+from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
 from lowtide.profiling.op_timer import Clock, DeviceClock, HostClock, OpMemory
-from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
 from lowtide.profiling.saved_tensors import file_stash, host_stash
 from lowtide.profiling.smaller import measured_codec
-from lowtide.profiling.state_bytes import state_bytes
+from lowtide.profiling.state_bytes import fingerprint_bytes, grain_of, rounding_bytes, state_bytes
 from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder
 from lowtide.profiling.untouched import (
@@ -131,7 +128,7 @@ def observe(
         if is_sharded_model or not wants_accumulation(error):
             raise
         trace, shapes = apart(run, accumulates=True)
-    nodes, recipes = with_recipes(trace)
+    find_recipes(trace)
     state = state_bytes(
         model,
         inputs=input_bytes(trace),
@@ -140,25 +137,17 @@ def observe(
         is_accelerator=is_accelerator,
     )
     grain = grain_of(device)
-    may_be_made = [
-        node.storage.nbytes for node in nodes if node.codec or isinstance(recipes.alone.get(node.storage.index), Recipe)
-    ]
+    may_be_made = [node.storage.nbytes for node in trace.nodes if node.codec or isinstance(node.recipes[0], Recipe)]
     fingerprint, fingerprints = fingerprint_bytes(may_be_made, grain, num_regions=len(names))
     rounding = rounding_bytes(model, optimizer, trace.storages, trace.off_device, grain) + fingerprints
     return profile_of(
         trace,
-        nodes,
-        recipes,
-        model=type(model).__name__,
+        model,
         device=device.type,
         is_fake=False,
         batch=shapes,
         layers=names,
         state=dataclasses.replace(state, rounding=rounding, fingerprint=fingerprint),
-        loss=loss_of(model),
-        loss_rows=loss_rows_of(model),
-        layer_rows=layer_rows_of(model),
-        layer_weights=layer_weights(model, names),
     )
 
 

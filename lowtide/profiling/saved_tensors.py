@@ -165,6 +165,8 @@ class SavedTensorRecorder:
         self._state = state
         self._stash = stash
         self._index_of: dict[str, int] = {}
+        self._parts: dict[int, Shape | None] = {}
+        """Of the storages of nodes: what the first saved tensor's version counter speaks for."""
         self._parked: dict[int, weakref.ref[_Parked]] = {}
 
     def hooks(self) -> contextlib.AbstractContextManager:
@@ -214,7 +216,7 @@ class SavedTensorRecorder:
             return "not a plain tensor on the device"
         node = self.nodes.get(record.index)
         if node is not None:
-            return "" if node.part == part_of(tensor) else WRITTEN_IN_PARTS
+            return "" if self._parts[record.index] == part_of(tensor) else WRITTEN_IN_PARTS
         # Storages are found again by name. What came into the model has no name but that of the layer that saves it.
         name = self._state.named.get(record.index) or f"{self._state.layer}.input".lstrip(".")
         record.name = name
@@ -243,6 +245,7 @@ class SavedTensorRecorder:
         node = self.nodes.get(record.index)
         if node is None:
             node = self.nodes[record.index] = self.new_node(record, tensor, record.name)
+            self._parts[record.index] = part_of(tensor)
         node.last_sequence = sequence
         ref = self._parked.get(record.index)
         parked = ref() if ref is not None else None
@@ -258,7 +261,6 @@ class SavedTensorRecorder:
             version=record.num_writes,
             saved=max(self._state.ops.count - 1, record.born),
             shape=Shape(tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype),
-            part=part_of(tensor),
             # Also of a retained input: how long its copy may take is counted from here.
             first_sequence=next_sequence_number() - self._state.ops.start_sequence,
             gathered=self._state.storages.gathered_now(),

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from lowtide.core.recipe import Codec, RetainedInput
+from lowtide.core.recipe import Codec, Recipe, RetainedInput
 from lowtide.profiling.op_timer import Clock
 from lowtide.profiling.producer_names import COMPILED
 from lowtide.profiling.storages import NOWHERE, Storages, value_of
@@ -61,12 +61,13 @@ class NodeRecord:
     retained_input: RetainedInput | None = None
     is_given: bool = False
     """On record only because a layer was given it: no recipe starts from it, and none makes it."""
-    part: Shape | None = None
-    """What of the storage the first saved tensor's version counter speaks for."""
     codec: Codec | None = None
     """The smallest form that holds its bytes."""
     gathered: frozenset[int] = frozenset()
     """Indices of the gathered parameters that were there whenever it was saved or read."""
+    recipes: tuple[Recipe | str, Recipe | str | None] = ("unknown producer", None)
+    """How one rank alone makes it again, or why not; and how all ranks together do, where one alone cannot because of a
+    collective."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,20 +83,26 @@ class Span:
     """Names of the nodes that the call was given: what a second run of the layer starts from."""
     why_not: str = ""
     """Why the call cannot be run again; empty if it can."""
+    given: dict[int, int] = field(default_factory=dict)
+    """While it is watched: the records of what it was given, by index, and how often each had been written."""
+    versions: list[int] = field(default_factory=list)
+    """The same: how often its parameters had been written to before."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Columns:
     """The operators of a step in the order in which they ran: one entry for each in every column."""
 
-    calls: list[OpCall]
+    calls: list[OpCall] = field(default_factory=list)
     """The forward's alone."""
-    names: list[str]
-    seconds: list[float]
-    sequences: list[int]
+    names: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """Once the step is over."""
+    sequences: list[int] = field(default_factory=list)
     """Of backward operators: number of the autograd node that was running; -1 in forward."""
-    num_forward: int
-    start_sequence: int
+    num_forward: int = -1
+    """-1: the forward is not over."""
+    start_sequence: int = 0
     """Autograd's sequence number at the start of the model's forward."""
     temporary: list[tuple[int, int]] = field(default_factory=list)
     """(operator, bytes): what an operator, or a compiled part, holds inside of it at its worst moment beyond what it
@@ -135,14 +142,8 @@ class Operators:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.temporary: list[tuple[int, int]] = []
-        """(operator, bytes), as in `Columns`."""
-        self.start_sequence = 0
-        self._calls: list[OpCall] = []
-        self._names: list[str] = []
+        self.columns = Columns()
         self._marks: list[Any] = []
-        self._sequences: list[int] = []
-        self._num_forward: int | None = None
         self._end_sequence = 0
         self._nodes: list[tuple[int, str]] = []
         """Autograd's number of the last node that an operator of the forward made, and the operator's name."""
@@ -150,27 +151,32 @@ class Operators:
     @property
     def count(self) -> int:
         """Operators that have run; also the index of the next."""
-        return len(self._names)
+        return len(self.columns.names)
 
     @property
     def is_backward(self) -> bool:
         """The forward is over."""
-        return self._num_forward is not None
+        return self.columns.num_forward >= 0
+
+    @property
+    def start_sequence(self) -> int:
+        return self.columns.start_sequence
 
     def begin_forward(self) -> None:
-        self.start_sequence = next_sequence_number()
+        self.columns.start_sequence = next_sequence_number()
 
     def begin_backward(self) -> None:
-        self._num_forward = self.count
+        self.columns.num_forward = self.count
         self._end_sequence = next_sequence_number()
 
     def add(self, call: OpCall, mark: Any, sequence: int) -> None:
         """An operator has run. `sequence`: as in `Columns`."""
-        self._sequences.append(sequence)
+        columns = self.columns
+        columns.sequences.append(sequence)
         if not self.is_backward:
-            self._calls.append(call)
+            columns.calls.append(call)
         self._marks.append(self.clock.seconds(mark, call))
-        self._names.append(call.name)
+        columns.names.append(call.name)
 
     def add_compiled(self, call: OpCall, mark: Any, sequence: int) -> None:
         """A compiled part has run, forward or backward, as one operator. `sequence`: autograd's number of it."""
@@ -193,26 +199,18 @@ class Operators:
     def backward_now(self) -> tuple[int, str]:
         """The number and the name of the backward operator that is running."""
         node = current_autograd_node()
-        number = self._sequences[-1] if node is None else self._known(sequence_number(node))
+        number = self.columns.sequences[-1] if node is None else self._known(sequence_number(node))
         position = bisect.bisect_right(self._nodes, number, key=itemgetter(0)) - 1
         return number, f"{self._nodes[position][1] if position >= 0 else OUTSIDE}:backward"
 
     def _known(self, number: int) -> int:
         """Gradient accumulators, and what a recomputation made in backward, have numbers beyond the forward's: they
         count to what ran before them."""
-        return number if self.start_sequence <= number < self._end_sequence else self._sequences[-1]
+        return number if self.start_sequence <= number < self._end_sequence else self.columns.sequences[-1]
 
     def finish(self) -> Columns:
-        assert self._num_forward is not None
-        return Columns(
-            calls=self._calls,
-            names=self._names,
-            seconds=self.clock.settle(self._marks),
-            sequences=self._sequences,
-            num_forward=self._num_forward,
-            start_sequence=self.start_sequence,
-            temporary=self.temporary,
-        )
+        self.columns.seconds = self.clock.settle(self._marks)
+        return self.columns
 
 
 class StepState:

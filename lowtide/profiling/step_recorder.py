@@ -138,7 +138,7 @@ class StepRecorder(Recorder):
             raise
         if self._memory is not None:
             call.temporary_bytes = self._memory.end()
-            state.ops.temporary.append((call.index, call.temporary_bytes))
+            state.ops.columns.temporary.append((call.index, call.temporary_bytes))
         sequence = self._note_call(call, out)
         if self._held_casts is not None and self.watch.is_autocast and not state.ops.is_backward:
             self._hold_cast(self._held_casts, func, args, out)
@@ -316,7 +316,7 @@ def _run(state: StepState, module: nn.Module, call: Callable, args: tuple, kwarg
     nodes = nodes_between([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], stops)
     # With several graphs, what the first ones saved is parked already when the last one runs.
     beyond = peak_bytes - under_way.made_bytes if len(nodes) == 1 else peak_bytes
-    ops.temporary.append((record.index, max(0, beyond)))
+    ops.columns.temporary.append((record.index, max(0, beyond)))
     ops.add_compiled(record, mark, sequence)
     for node in nodes:
         _record_backward(state, record.name, node)
@@ -389,5 +389,5 @@ def _backward(state: StepState, name: str, sequence: int) -> Iterator[Any]:
         value = under_way.output(leaf)
         if value is not None and not value.storage.name:
             value.storage.name = f"{name}#{value.storage.index}"
-    ops.temporary.append((call.index, max(0, peak_bytes - under_way.made_bytes)))
+    ops.columns.temporary.append((call.index, max(0, peak_bytes - under_way.made_bytes)))
     ops.add_compiled(call, mark, sequence)

@@ -60,6 +60,7 @@ def budget_sweep(
     asked, budget_bytes = plan.predicted, plan.budget_bytes
     assert asked is not None and budget_bytes is not None
     rungs = [SweptBudget(budget_bytes=budget_bytes, predicted=asked, is_requested=True)]
+    assert asked.floor_bytes is not None, "a plan for one device"
     range_bytes = asked.plain_peak_bytes - asked.floor_bytes
     budgets = dict.fromkeys(asked.floor_bytes + int(range_bytes * share) for share in _WAY_UP)
     for number, budget in enumerate(budgets, start=1):

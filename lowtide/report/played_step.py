@@ -19,11 +19,11 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
+from lowtide.planner.in_backward import in_turn_of
 from lowtide.planner.place_state import placed_fates, shares_of
 from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
 from lowtide.planner.state_items import StateShares, with_state
-from lowtide.planner.weights import in_turn_of
 from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import Lifetimes, StepArrays, earliest_evict, plain_curve
 from lowtide.timeline.step import Link, Step

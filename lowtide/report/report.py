@@ -136,7 +136,7 @@ def tiles_of(plan: Plan, measured: Measured) -> list[Tile]:
         Tile(
             what="everything kept",
             value=format_bytes(predicted.plain_peak_bytes),
-            beside=f"floor {format_bytes(predicted.floor_bytes)}",
+            beside="" if predicted.floor_bytes is None else f"floor {format_bytes(predicted.floor_bytes)}",
         )
     )
     saved_bytes = predicted.plain_peak_bytes - predicted.peak_bytes

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowtide.errors import ConfigError
-from lowtide.timeline.sourced import Form, known_names, read_numbers, read_sourced
+from lowtide.timeline.hardware import Form, known_names, read_numbers, read_sourced
 
 _KEYS = (
     "node_devices",

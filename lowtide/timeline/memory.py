@@ -36,8 +36,8 @@ Bools = NDArray[np.bool_]
 Ticks = Sequence[int | None]
 """A tick for each item, or None where there is none."""
 _COLUMNS = (
-    *("nbytes", "born", "saved", "dies", "recipe_seconds", "recipe_bytes", "decode_seconds", "work_bytes"),
-    *("visit_bytes", "leave_bytes", "fetch_from", "check_bytes", "check_until"),
+    *("nbytes", "born", "saved", "dies", "recipe_seconds", "recipe_bytes", "check_bytes"),
+    *("visit_bytes", "leave_bytes", "fetch_from"),
 )
 """Fields of items that `StepArrays` has by the same names."""
 
@@ -59,8 +59,6 @@ class StepArrays:
     release: Ints
     recipe_seconds: Floats
     recipe_bytes: Ints
-    decode_seconds: Floats
-    work_bytes: Ints
     visit_bytes: Ints
     """Of visitors that backward reads."""
     leave_bytes: Ints
@@ -68,7 +66,6 @@ class StepArrays:
     for_forward: Ints
     """Indices of the visitors that forward reads, in the order in which they are fetched."""
     check_bytes: Ints
-    check_until: Ints
     dependents_first: tuple[int, ...]
     """Items that have inputs, every one before its inputs."""
     next_stop: Ints
@@ -169,7 +166,7 @@ class Lifetimes:
             dies, seconds, made_bytes = dies.copy(), seconds.copy(), made_bytes.copy()
             # It stays until its form was made of it.
             dies[decoded] = np.maximum(dies[decoded], arrays.born[forms] + 1)
-            seconds[decoded], made_bytes[decoded] = arrays.decode_seconds[forms], arrays.work_bytes[forms]
+            seconds[decoded], made_bytes[decoded] = arrays.recipe_seconds[forms], arrays.recipe_bytes[forms]
         return cls(
             is_swapped=is_swapped,
             is_made=is_made,
@@ -238,14 +235,14 @@ def floor_curve(arrays: StepArrays, lifetimes: Lifetimes) -> Ints:
     total = arrays.base + presence(
         arrays,
         np.concatenate((arrays.born, need[made], back, arrays.born[made])),
-        np.concatenate((end, release[made], release[swapped], arrays.check_until[made])),
+        np.concatenate((end, release[made], release[swapped], np.full(len(made), arrays.step.check_until))),
         np.concatenate((nbytes, nbytes[made], nbytes[swapped], arrays.check_bytes[made])),
     )
     if not len(made):
         return total
     transient = np.zeros(arrays.num_ticks, np.int64)
     np.maximum.at(transient, need[made], lifetimes.made_bytes[made])
-    np.maximum.at(transient, arrays.born[lifetimes.forms], arrays.work_bytes[lifetimes.forms])
+    np.maximum.at(transient, arrays.born[lifetimes.forms], arrays.recipe_bytes[lifetimes.forms])
     return total + transient
 
 

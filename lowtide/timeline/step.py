@@ -46,12 +46,12 @@ class Item:
     fates: tuple[Fate, ...] = (Fate.KEEP, Fate.SWAP)
     """The fates that it may have."""
     recipe_seconds: float = 0.0
+    """Of a smaller form: what making it costs, and making the item from it."""
     recipe_bytes: int = 0
-    """Bytes that its recipe needs beyond its inputs and its result, while it runs."""
+    """Bytes that its recipe needs beyond its inputs and its result, while it runs. Of a smaller form: in tick `born`
+    while it is made, and while the item is made from it."""
     check_bytes: int = 0
-    """Bytes of its fingerprint if its fate is recompute: from tick `born` to `check_until - 1`."""
-    check_until: int = 0
-    """First tick in which the fingerprint is gone: backward is over."""
+    """Bytes of its fingerprint if its fate is recompute: from tick `born` to `Step.check_until - 1`."""
     inputs: tuple[int, ...] = ()
     """Items that its recipe reads (indices into `Step.items`), produced before it."""
     form: int | None = None
@@ -60,11 +60,6 @@ class Item:
     form_of: int | None = None
     """Of a smaller form: the item that is made from it. Its own fate recompute means that there is no such form: what
     is made again is made by its recipe."""
-    decode_seconds: float = 0.0
-    """Of a smaller form: what making it costs, and making the item from it."""
-    work_bytes: int = 0
-    """Of a smaller form: bytes beyond all items, in tick `born` while it is made, and while the item is made from
-    it."""
     visit_bytes: int = 0
     """Of what is elsewhere when the step begins and is read once, in forward or backward, through a place that ticks
     count among their own bytes: what comes for that. Its `nbytes` are 0."""
@@ -110,7 +105,7 @@ def making_seconds(items: Sequence[Item], way: Move) -> float:
         return 0.0
     for form, form_fate in of_form:
         if form_fate is not Fate.RECOMPUTE:
-            return items[form].decode_seconds
+            return items[form].recipe_seconds
     return items[index].recipe_seconds
 
 
@@ -126,6 +121,8 @@ class Step:
     """Ticks before which copies can be waited for (forward) or started (backward), ascending: a runtime without a
     dispatch mode can look at its plan only where autograd saves or reads something. Empty: before every tick. A tick
     after which an item can be sent is followed by a stop, and a tick that reads an item is one."""
+    check_until: int = 0
+    """First tick in which fingerprints are gone: backward is over."""
     watched: tuple[int, ...] = ()
     """Ticks at which lanes count although memory never does: a program looks at them whatever the curve is."""
 

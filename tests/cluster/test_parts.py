@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.cluster.layer import make_layer
 from lowtide.cluster.layout import Layout, schedules_of, split_layers
-from lowtide.cluster.rank import RankAtWorst, Stage, least_bytes, least_extra_seconds, plan_rank
+from lowtide.cluster.rank import RankAtWorst, Stage, least_bytes, plan_rank
 from lowtide.cluster.shape import DENSE, MOE, Latent
 from lowtide.cluster.step import Clockwork, StageTimes, step_parts
 from lowtide.core.fate import Fate
@@ -184,8 +184,6 @@ def test_a_rank_holds_its_budget_and_no_plan_is_below_its_bounds(chunks: int, sh
     assert least_bytes(plan.task, layers) <= plan.peak_bytes
     assert plan.kept_bytes + plan.swapped_bytes + plan.recomputed_bytes == pytest.approx(plan.saved_bytes, abs=3)
     assert plan.swapped_bytes + plan.recomputed_bytes >= (1 - share) * plan.saved_bytes * 0.999
-    extra = chunks * (plan.recompute_seconds[0] + plan.stall_seconds[0])
-    assert least_extra_seconds(plan.task, layers, link) <= extra * (1 + 1e-9)
     for name, (swapped, recomputed) in plan.shares[0][DENSE].items():
         assert 0 <= swapped + recomputed <= 1, name
 

@@ -14,6 +14,7 @@ from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.observe_stages import observe_stages
 from tests.support import budget_jobs, two_ranks
 from tests.support.virtual_engine import virtual
+from tests.support.zoo import same_bits
 
 NAMES = ("1f1b", "gpipe", "zb_v", "dualpipev", "interleaved")
 OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
@@ -150,6 +151,23 @@ def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
     assert not {site.name for site in last.profile.sites} & {"1.tanh", "outside.exp", "outside.mul"}
     turn = last.profile.num_forward_ops
     assert min(last.profile.op_bytes[turn - 1 : turn + 1]) >= 2 * 4 * 8 * 4  # the output, and its exponential
+
+
+def test_rules_that_swap_stand_beside_a_budget() -> None:
+    """What they leave no other fate to counts as held: when it is gone is up to the link."""
+    stage = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    batch = [torch.randn(32, 64) for _ in range(2)]
+    sum(nn.functional.mse_loss(stage(x), x) for x in batch).backward()
+    wanted = [parameter.grad / 2 for parameter in stage.parameters()]
+    stage.zero_grad()
+    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=2)
+    pipeline = Pipeline(schedule, {0: stage}, loss=nn.functional.mse_loss)
+    memory = {"budget": 2**30, "min_bytes": 0, "swap": ["*.tanh"]}
+    with fit_stages(pipeline, batch, batch, memory=memory, engine=virtual(0)) as plans:
+        pipeline.step(batch, batch)
+        assert plans.tides[0].stats.swapped_bytes > 0
+        assert plans.found.held_bytes[0] >= 3 * 32 * 64 * 4
+    assert all(same_bits(p.grad, want) for p, want in zip(stage.parameters(), wanted, strict=True))
 
 
 def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment() -> None:

@@ -11,9 +11,9 @@ import pytest
 from lowtide.core.fate import Fate
 from lowtide.errors import BudgetError
 from lowtide.planner import min_peak
-from lowtide.planner.min_peak import UNREACHABLE
+from lowtide.planner.min_peak import UNREACHABLE, least_peak
 from lowtide.planner.solve import solve
-from lowtide.timeline.memory import plain_curve
+from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Item, Step
 from tests.planner.cases import H200_LINK, llama, random_step
 
@@ -74,6 +74,16 @@ def run_block(seeds: range, max_items: int) -> None:
 
 def test_no_plan_is_below_the_floor_in_small_steps() -> None:
     run_block(range(6), 6)
+
+
+def test_no_fates_are_below_the_least_peak() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        arrays = StepArrays.of(random_step(rng, 8))
+        least = least_peak(arrays)
+        for _ in range(50):
+            fates = [rng.choice(item.fates) for item in arrays.step.items]
+            assert least <= floor_curve(arrays, Lifetimes.of(arrays, fates)).max(), f"seed {seed}: {fates}"
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ import pytest
 
 from lowtide.config.memory import load_memory
 from lowtide.core.decisions import Prediction
-from lowtide.planner.plan_profile import plan_profile
+from lowtide.core.plan import Plan
+from lowtide.planner import space
+from lowtide.planner.plan_profile import plan_profile, problem_of_step
 from lowtide.planner.problem import state_bytes
 from lowtide.timeline.step import Link
 from tests.support.profiles import decoder_profile
@@ -38,3 +40,18 @@ def test_who_swaps_pays_once_for_all_memory_that_is_taken_again(layers: list[str
 def test_who_swaps_nothing_pays_nothing() -> None:
     priced = said(dataclasses.replace(LINK, page_fault_seconds_per_byte=1e-12), swap="none")
     assert priced.page_fault_seconds == 0.0 and priced == said(LINK, swap="none")
+
+
+def test_a_plan_without_its_floor_is_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for one where a quick look says that a budget is enough."""
+    config = load_memory({"budget": "100GiB"})
+    plan = plan_profile(PROFILE, config, link=LINK)
+    assert plan.predicted is not None and plan.predicted.floor_bytes is not None
+    monkeypatch.setattr(space, "floor", lambda *step: pytest.fail("a floor was looked for"))
+    problem = problem_of_step(dataclasses.replace(PROFILE), config, LINK)
+    budget = 100 * 2**30
+    assert problem.space.has_plan(budget) and not problem.space.has_plan(0)
+    bare = problem.plan(budget, with_floor=False)
+    assert bare == dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, floor_bytes=None))
+    assert Plan.from_json(bare.to_json()) == bare
+    assert "floor" in str(plan) and "floor" not in str(bare)

@@ -18,8 +18,7 @@ from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import HostCosts
 from lowtide.planner.local_search import Evaluator, improve
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.problem import send_ops
-from lowtide.planner.smaller import form_of
+from lowtide.planner.smaller import form_of, send_ops
 from lowtide.report.budget_sweep import SweptBudget, sweep_lines
 from lowtide.report.played_step import play
 from lowtide.timeline.events import run

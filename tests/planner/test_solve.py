@@ -11,7 +11,8 @@ import pytest
 
 from lowtide.core.fate import Fate
 from lowtide.errors import BudgetError
-from lowtide.planner.solve import Solution, floor, solve
+from lowtide.planner.local_search import Evaluator
+from lowtide.planner.solve import Solution, floor, refusal, solve
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 from lowtide.timeline.step import Item, Link, Step, Tick
@@ -105,7 +106,7 @@ def test_a_larger_budget_is_never_slower() -> None:
     for tight, loose in itertools.pairwise(solutions):
         assert loose.timeline.step_seconds <= tight.timeline.step_seconds * (1 + 1e-3)
         assert loose.bound_seconds <= tight.bound_seconds * (1 + 1e-6)
-    assert solutions[-1].how == "everything fits"
+    assert set(solutions[-1].fates) == {Fate.KEEP}
 
 
 @pytest.mark.slow
@@ -126,7 +127,7 @@ def test_where_everything_fits_everything_is_kept() -> None:
     step = llama(4)
     solution = solve(step, H200_LINK, 100 * GIB)
     assert set(solution.fates) == {Fate.KEEP}
-    assert (solution.how, solution.gap) == ("everything fits", 0.0)
+    assert solution.gap == 0.0
     assert solution.bound_seconds == solution.timeline.step_seconds == pytest.approx(step.compute_seconds)
 
 
@@ -134,13 +135,6 @@ def test_the_same_step_has_the_same_plan() -> None:
     step = llama(8)
     first, second = (solve(step, H200_LINK, llama_budget(step, 0.3)) for _ in range(2))
     assert first.fates == second.fates
-
-
-def test_progress_is_told_in_words() -> None:
-    lines: list[str] = []
-    step = llama(4)
-    solve(step, H200_LINK, llama_budget(step, 0.4), progress=lines.append)
-    assert lines and lines[0].startswith("at least ")
 
 
 # -- nothing fits ----------------------------------------------------------------------------------------------------
@@ -186,10 +180,15 @@ def test_a_budget_below_the_floor_says_where_what_and_how() -> None:
         "is not activations, the largest activation there is 'mlp.mul' with 2.0 GiB; raise the budget to 3.0 GiB or "
         "make the micro-batch smaller"
     )
-    assert error.suggestions == (
+    assert _ways_out(_two_item_step(), 2 * GIB) == (
         "a budget of 3.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
         "a budget of 4.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
     )
+
+
+def _ways_out(step: Step, budget_bytes: int, host_bytes: int | None = None) -> tuple[str, ...]:
+    arrays = StepArrays.of(step)
+    return refusal(Evaluator(arrays, FAST, budget_bytes, host_bytes), *floor(arrays, host_bytes), 5.0).suggestions
 
 
 def test_ways_out_name_the_host() -> None:
@@ -197,7 +196,7 @@ def test_ways_out_name_the_host() -> None:
     with pytest.raises(BudgetError) as caught:
         solve(step, FAST, 4 * GIB, host_bytes=GIB)
     assert caught.value.floor_bytes == 5 * GIB
-    assert caught.value.suggestions == (
+    assert _ways_out(step, 4 * GIB, GIB) == (
         "a host budget of 2.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
         "a budget of 5.0 GiB: 400.0 ms a step, 0.0 % over keeping everything",
     )

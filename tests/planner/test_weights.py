@@ -12,10 +12,10 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.by_rules import problem_of
+from lowtide.planner.in_backward import NUM_LAYERS_HERE, WEIGHTS, WeightsInTurn, weights_allowed
 from lowtide.planner.local_search import Evaluator
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.solve import bound_of
-from lowtide.planner.weights import NUM_LAYERS_HERE, WEIGHTS, WeightsInTurn, weights_allowed
 from lowtide.report.played_step import play
 from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Item, Link

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.profiling.rounding import fingerprint_bytes, grain_of, rounding_bytes
+from lowtide.profiling.state_bytes import fingerprint_bytes, grain_of, rounding_bytes
 from lowtide.recipes.graph import Storage
 
 

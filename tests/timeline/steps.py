@@ -69,8 +69,8 @@ def with_forms(step: Step, rng: random.Random) -> Step:
                 dies=item.saved,
                 fates=(Fate.KEEP, *[Fate.SWAP] * (rng.random() < 0.8), *[Fate.RECOMPUTE] * has_recipe),
                 form_of=index,
-                decode_seconds=seconds * rng.randint(0, 8) / 16,
-                work_bytes=rng.choice((0, rng.randint(0, 20))),
+                recipe_seconds=seconds * rng.randint(0, 8) / 16,
+                recipe_bytes=rng.choice((0, rng.randint(0, 20))),
             )
         )
     return dataclasses.replace(step, items=tuple(items))
@@ -141,7 +141,7 @@ def naive_curve(step: Step, fates: Sequence[Fate], played: Timeline) -> list[int
             elif fates[index] is Fate.RECOMPUTE:
                 if form is not None:  # it stays until that is there
                     in_forward = item.born <= tick < max(item.dies, form.born + 1)
-                    transient = max(transient, form.work_bytes * (tick in (form.born, need)))
+                    transient = max(transient, form.recipe_bytes * (tick in (form.born, need)))
                 else:
                     transient = max(transient, item.recipe_bytes * (tick == need))
                 total += item.nbytes * in_forward + item.nbytes * (need <= tick < last)

@@ -12,34 +12,23 @@ those of two layers mix; the caller then traces every layer.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from lowtide.core.profile import Shift
 from lowtide.core.recipe import Recipe
 from lowtide.profiling.fake.fake_model import CannotSkipError, Run
 from lowtide.profiling.step_record import Columns, NodeRecord, Span, Trace
 from lowtide.recipes.graph import Storage
 
 
-@dataclass(slots=True)
-class Expanded:
-    """A trace with its nodes and their recipes (by storage index)."""
-
-    trace: Trace
-    nodes: list[NodeRecord]
-    recipes: dict[int, Recipe | str]
-
-
-def expand(
-    trace: Trace, nodes: list[NodeRecord], recipes: Mapping[int, Recipe | str], runs: tuple[Run, ...]
-) -> Expanded:
+def expand(trace: Trace, runs: tuple[Run, ...]) -> Trace:
     """The trace as it would be if the skipped layers of `runs` had run. Raises CannotSkipError if that is not clear."""
-    state = Expanded(trace, list(nodes), dict(recipes))
     for run in runs:
-        state = _Expansion(state, run).done()
-    return state
+        trace = _Expansion(trace, run).done()
+    return trace
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,29 +43,9 @@ class _Place:
     sequence: int
 
 
-class _Shift:
-    """How numbers move when pieces are inserted."""
-
-    def __init__(self, inserts: list[tuple[int, int]]) -> None:
-        inserts = sorted(inserts)
-        self._points = [point for point, _ in inserts]
-        self._sums = [0]
-        for _, length in inserts:
-            self._sums.append(self._sums[-1] + length)
-
-    def op(self, index: int) -> int:
-        """An operator: it comes after what is inserted at its place."""
-        return index + self._sums[bisect.bisect_right(self._points, index)]
-
-    def end(self, index: int) -> int:
-        """The end of a lifetime: it comes before what is inserted at its place."""
-        return index + self._sums[bisect.bisect_left(self._points, index)]
-
-
 class _Expansion:
-    def __init__(self, state: Expanded, run: Run) -> None:
-        self.old = state
-        self.trace = trace = state.trace
+    def __init__(self, trace: Trace, run: Run) -> None:
+        self.trace = trace
         self.run = run
         spans: dict[str, Span] = {}
         for span in trace.spans:
@@ -102,9 +71,9 @@ class _Expansion:
             points.append((span.first_op, back, span.first_sequence))
             inserts += [(span.first_op, length), (back, back_length)]
             sequences.append((span.first_sequence, self.num_sequences))
-        self.shift, self.sequences = _Shift(inserts), _Shift(sequences)
+        self.shift, self.sequences = Shift(inserts), Shift(sequences)
         start_sequence = trace.ops.start_sequence
-        self.relative = _Shift([(point - start_sequence, length) for point, length in sequences])
+        self.relative = Shift([(point - start_sequence, length) for point, length in sequences])
         self.copies = self._copies(points, length, back_length)
 
     def _place(self, span: Span) -> _Place:
@@ -184,7 +153,7 @@ class _Expansion:
 
     # -- the copy --------------------------------------------------------------------------------------------------
 
-    def done(self) -> Expanded:
+    def done(self) -> Trace:
         trace, copies = self.trace, self.copies
         own = [self._moved(self.first), self._moved(self.model), *copies, self._moved(self.last)]
         storages: list[Storage] = []
@@ -200,31 +169,25 @@ class _Expansion:
                     cloned[number - 1][storage.index] = copy
                 else:
                     replaced[storage.index] = copy
-        nodes, recipes = self._nodes(own, replaced, cloned)
         where = [replaced, *cloned]
-        return Expanded(
-            Trace(
-                ops=Columns(
-                    calls=[],
-                    names=self._column(trace.ops.names, renamed=True),
-                    seconds=self._column(trace.ops.seconds),
-                    sequences=self._sequence_column(),
-                    num_forward=self.shift.op(trace.ops.num_forward - 1) + 1,
-                    start_sequence=trace.ops.start_sequence,
-                    temporary=self._temporary(),
-                ),
-                storages=storages,
-                off_device={table[i].index for table in where for i in trace.off_device if i in table},
-                nodes=[],
-                never_read=self._never_read(own, where),
-                staying={table[i].index: why for table in where for i, why in trace.staying.items() if i in table},
-                ambiguous=trace.ambiguous,
-                gradients={table[i].index for table in where for i in trace.gradients if i in table},
-                hidden=[table[s.index] for table in where for s in trace.hidden if s.index in table],
-                spans=self._spans(own),
+        return dataclasses.replace(
+            trace,
+            ops=Columns(
+                names=self._column(trace.ops.names, renamed=True),
+                seconds=self._column(trace.ops.seconds),
+                sequences=self._sequence_column(),
+                num_forward=self.shift.op(trace.ops.num_forward - 1) + 1,
+                start_sequence=trace.ops.start_sequence,
+                temporary=self._temporary(),
             ),
-            sorted(nodes, key=lambda node: (node.saved, node.storage.index)),
-            recipes,
+            storages=storages,
+            off_device={table[i].index for table in where for i in trace.off_device if i in table},
+            nodes=sorted(self._nodes(own, where), key=lambda node: (node.saved, node.storage.index)),
+            never_read=self._never_read(own, where),
+            staying={table[i].index: why for table in where for i, why in trace.staying.items() if i in table},
+            gradients={table[i].index for table in where for i in trace.gradients if i in table},
+            hidden=[table[s.index] for table in where for s in trace.hidden if s.index in table],
+            spans=self._spans(own),
         )
 
     def _is_of_model(self, storage: Storage) -> bool:
@@ -260,11 +223,17 @@ class _Expansion:
                 return new.name + name[len(old) :]
         return name
 
-    def _of_copy(self, recipe: Recipe | str, places: list[_Place]) -> Recipe | str:
-        if isinstance(recipe, str):
-            return recipe
-        inputs = tuple(dataclasses.replace(i, name=self._renamed(i.name, places)) for i in recipe.inputs)
-        return dataclasses.replace(recipe, inputs=inputs)
+    def _with_recipes(self, node: NodeRecord, places: list[_Place]) -> NodeRecord:
+        """The node, whose recipes start from what is around the copy."""
+
+        def renamed(recipe: Any) -> Any:
+            if not isinstance(recipe, Recipe):
+                return recipe
+            inputs = tuple(dataclasses.replace(i, name=self._renamed(i.name, places)) for i in recipe.inputs)
+            return dataclasses.replace(recipe, inputs=inputs)
+
+        alone, together = map(renamed, node.recipes)
+        return dataclasses.replace(node, recipes=(alone, together))
 
     def _column(self, column: list, renamed: bool = False) -> list:
         """A column of the operators, with M's entries again at each copy's place."""
@@ -300,36 +269,25 @@ class _Expansion:
                 column[copy.back + offset] = copy.sequence + old - model.sequence
         return column
 
-    def _nodes(
-        self, own: list[_Place], replaced: dict[int, Storage], cloned: list[dict[int, Storage]]
-    ) -> tuple[list[NodeRecord], dict[int, Recipe | str]]:
-        nodes: list[NodeRecord] = []
-        recipes: dict[int, Recipe | str] = {}
-        for node in self.old.nodes:
-            recipe = self.old.recipes.get(node.storage.index, "unknown producer")
+    def _nodes(self, own: list[_Place], where: list[dict[int, Storage]]) -> Iterator[NodeRecord]:
+        for node in self.trace.nodes:
             if not self._is_of_model(node.storage):
-                storage = replaced[node.storage.index]
-                nodes.append(self._moved_node(node, storage))
-                # L starts from what M made: now from what the copy before it made.
-                is_last = node.name.startswith(self.last.name + ".")
-                recipes[storage.index] = self._of_copy(recipe, own[-3:]) if is_last else recipe
+                yield self._moved_node(node, where[0][node.storage.index], own[-3:])
                 continue
-            for number in range(len(self.copies) + 1):
-                places = own[number : number + 3]
-                storage = (cloned[number - 1] if number else replaced)[node.storage.index]
-                nodes.append(self._copied_node(node, storage, places))
-                recipes[storage.index] = self._of_copy(recipe, places)
-        return nodes, recipes
+            for number, table in enumerate(where):
+                yield self._copied_node(node, table[node.storage.index], own[number : number + 3])
 
-    def _moved_node(self, node: NodeRecord, storage: Storage) -> NodeRecord:
+    def _moved_node(self, node: NodeRecord, storage: Storage, around_last: list[_Place]) -> NodeRecord:
         model, last = self.model, self.last
         reads = [self.shift.op(index) for index in node.reads]
         in_model = [index for index in node.reads if model.back <= index < model.back_end]
         is_shared = any(last.back <= index < last.back_end for index in node.reads)
         if in_model and is_shared:
             reads += [copy.back + index - model.back for copy in self.copies for index in in_model]
+        # L starts from what M made: now from what the copy before it made.
+        is_last = node.name.startswith(last.name + ".")
         return dataclasses.replace(
-            node,
+            self._with_recipes(node, around_last) if is_last else node,
             storage=storage,
             saved=self.shift.op(node.saved) if node.saved >= 0 else -1,
             reads=sorted(reads),
@@ -345,7 +303,7 @@ class _Expansion:
         if retained_input is not None:
             retained_input = dataclasses.replace(retained_input, module=self._renamed(retained_input.module, places))
         return dataclasses.replace(
-            node,
+            self._with_recipes(node, places),
             storage=storage,
             name=self._renamed(node.name, places),
             retained_input=retained_input,

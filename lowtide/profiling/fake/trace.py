@@ -35,11 +35,9 @@ from torch.overrides import TorchFunctionMode
 from lowtide.core.profile import Profile
 from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
-from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.blocks import REPEAT
-from lowtide.loss.layers import layer_rows_of
-from lowtide.profiling.build_profile import Recipes, profile_of, with_recipes
-from lowtide.profiling.fake.expand_layers import Expanded, expand
+from lowtide.profiling.build_profile import find_recipes, profile_of
+from lowtide.profiling.fake.expand_layers import expand
 from lowtide.profiling.fake.fake_model import (
     CannotSkipError,
     Run,
@@ -57,11 +55,12 @@ from lowtide.profiling.fake.fake_model import (
     without_numbers,
 )
 from lowtide.profiling.fake.roofline import op_seconds, workspace_bytes
-from lowtide.profiling.layers import find_layers, layer_weights
+from lowtide.profiling.layers import find_layers
 from lowtide.profiling.observe_step import input_bytes, record_step, wants_accumulation
 from lowtide.profiling.saved_tensors import fake_stash
 from lowtide.profiling.smaller import traced_codec
 from lowtide.profiling.state_bytes import state_bytes
+from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder
 from lowtide.profiling.untouched import Ends, apart, untouched
 from lowtide.recipes.graph import OpCall
@@ -197,7 +196,7 @@ def trace(
     own = {id(each) for each in fakes_alive(mode)} if any(map(is_fake, model.parameters())) else set()
     while True:
         try:
-            expanded, shapes = apart(
+            recorded, shapes = apart(
                 _trace,
                 model=model,
                 batch=batch,
@@ -218,27 +217,21 @@ def trace(
                 raise
             accumulates = True
     profile = profile_of(
-        expanded.trace,
-        expanded.nodes,
-        Recipes(expanded.recipes, {}),  # a trace on one process sees no collective
-        model=type(model).__name__,
+        recorded,
+        model,
         device=hardware.name,
         is_fake=True,
         batch=shapes,
         layers=names,
         state=state_bytes(
             model,
-            inputs=input_bytes(expanded.trace),
+            inputs=input_bytes(recorded),
             optimizer=optimizer,
             device_type=None,
             is_accelerator=not is_host,
         ),
-        loss=loss_of(model),
-        loss_rows=loss_rows_of(model),
-        layer_rows=layer_rows_of(model),
-        layer_weights=layer_weights(model, names),
     )
-    del expanded
+    del recorded
     if left := fakes_left(mode, own):
         warnings.warn(
             f"lowtide: the traced step left tensors without bytes in {left}, which lowtide cannot put back; empty it "
@@ -316,7 +309,7 @@ def _trace(
     is_fused: bool,
     runs: tuple[Run, ...],
     accumulates: bool,
-) -> tuple[Expanded, str]:
+) -> tuple[Trace, str]:
 
     def codec_of(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None) -> Codec | None:
         return traced_codec(storage.nbytes(), dtype, clock.hardware, limit)
@@ -354,8 +347,8 @@ def _trace(
                 raise _depends_on_data(recorder, error.__cause__) from error
             raise
     recorded.ops.temporary += clock.workspaces
-    nodes, recipes = with_recipes(recorded)
-    return expand(recorded, nodes, recipes.alone, runs), recorder.watch.batch
+    find_recipes(recorded)
+    return expand(recorded, runs), recorder.watch.batch
 
 
 @contextlib.contextmanager

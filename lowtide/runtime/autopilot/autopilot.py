@@ -36,7 +36,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError, RecomputeRefusedError
 from lowtide.profiling.observe_step import device_of
-from lowtide.profiling.rounding import other_bytes
+from lowtide.profiling.state_bytes import other_bytes
 from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
 from lowtide.runtime.autopilot.measure import Correction, StepWatch
 from lowtide.runtime.autopilot.model_state import ModelState

@@ -206,8 +206,8 @@ class Planner:
             gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
             return num_others * (held + output_bytes) + gradients
 
-        floors = [plan.predicted.floor_bytes for plan in plans(0) if plan.predicted is not None]
-        most = max(0, self.budget_bytes - max(shape.unforeseen_bytes for shape in shapes) - max(floors))
+        floor_bytes = max(plan.predicted.floor_bytes or 0 for plan in plans(0) if plan.predicted is not None)
+        most = max(0, self.budget_bytes - max(shape.unforeseen_bytes for shape in shapes) - floor_bytes)
         least = held_bytes(most)
         if least > most:  # nothing fits; so much is held under the smallest plans
             self.know(beside_bytes=least)
