@@ -46,7 +46,7 @@ def doctor(args: argparse.Namespace) -> int:
 
         findings = list(examine(args.disk, measures=not args.no_measure, say=waiting.say))
     if args.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+        print(json.dumps([dataclasses.asdict(finding) | {"state": finding.state} for finding in findings]))
     else:
         print("\n".join(_findings(findings, width_of_stdout())))
     return 1 if any(finding.state == "bad" for finding in findings) else 0

@@ -2,7 +2,7 @@
 
 What: `Work` holds the rules as read (recompute.py, swap.py) and the names of every layer, and gives a `LayerPlan` for
 each. On the way it collects upstream's log lines of the layers, and what has to be said once for many layers
-(`report` says it).
+(`report_lost` and `report_patterns` say it).
 Why the log lines and the plans may differ: upstream logs a swap also where recompute undoes it, and of several parts
 with one parent only the last.
 Cost: a few expressions per pattern and layer. Not covered: what upstream prints before the first layer (`head_lines`).
@@ -359,9 +359,8 @@ def head_lines(work: Work) -> list[str]:
     return lines
 
 
-def report(work: Work) -> None:
-    """Warnings that are about many layers at once: undone swaps, and patterns that name nothing."""
-    report_lost(work)
+def report_patterns(work: Work) -> None:
+    """Warnings about patterns that name nothing, or something else than they look like."""
     defaults: dict[str, list[tuple[str, list[Found]]]] = {}
     is_default = {(path, pattern): default for path, pattern, default in work.patterns()}
     for (path, pattern), found in work.asked.items():

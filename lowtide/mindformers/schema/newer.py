@@ -22,10 +22,8 @@ from typing import Any
 
 from lowtide.config.source import join_path
 from lowtide.errors import did_you_mean
-from lowtide.mindformers.schema.grid import make_grid
 from lowtide.mindformers.schema.issues import Issues
-from lowtide.mindformers.schema.layers import Resolution, Work, report_lost, report_nothing
-from lowtide.mindformers.schema.names import Names, Tree, find_whole, is_within, problem, trees_of
+from lowtide.mindformers.schema.names import Tree, find_whole, is_within, problem
 from lowtide.mindformers.schema.recompute import Recompute, Selection
 from lowtide.mindformers.schema.swap import Entry, Swap
 
@@ -45,33 +43,18 @@ def is_newer(key: str, below: object) -> bool:
     return isinstance(below, Mapping) and any(name in known for name in below)
 
 
-def resolve_newer(
-    sections: Mapping[str, Any], *, num_layers: int, names: Names | None, issues: Issues, held: range | None = None
-) -> Resolution:
-    """What the sections mean for a model of `num_layers` layers, or for the layers `held` by one stage of it.
+def read_newer(
+    sections: Mapping[str, Any], *, trees: list[Tree | None], held: range, issues: Issues
+) -> tuple[Recompute, Swap, list[tuple[str, str]]]:
+    """The sections for a model with these layers, of which one stage has `held`; and (path, pattern) of what named
+    nothing.
 
     Raises `ConfigError` for what upstream refuses; for what it warns about, or silently leaves out, unless `compat`.
     """
-    grid = make_grid(num_layers, 1, 1, 0, issues)
-    indices = range(num_layers) if held is None else held
-    reader = _NewerReader(num_layers=num_layers, trees=trees_of(names, num_layers, issues), held=indices, issues=issues)
+    reader = _NewerReader(num_layers=len(trees), trees=trees, held=held, issues=issues)
     swap = reader.swap(reader.section(sections, "swap"))
     recompute = reader.recompute(reader.section(sections, "recompute"), reader.section(sections, "recompute_comm"))
-    work = Work(grid=grid, trees=reader.trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
-    layers = [work.layer(index) for index in indices]
-    report_lost(work)
-    for path, pattern in reader.unmatched:
-        report_nothing(work, path, f"'{pattern}'", pattern)
-    issues.note_foreign()
-    return Resolution(
-        num_layers_per_stage=grid.table(),
-        normalized=recompute.normalized() | swap.normalized(),
-        layers=layers,
-        log_lines=[],
-        warnings=issues.warnings,
-        notes=issues.notes,
-        prefetch_unit="layers",
-    )
+    return recompute, swap, reader.unmatched
 
 
 @dataclass(slots=True, kw_only=True)
