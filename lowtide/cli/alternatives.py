@@ -24,15 +24,17 @@ from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import DataConfig, ModelConfig, OptimizerKind, Precision, RunConfig, TrainConfig
 from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
 from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.rerun_layers import can_rerun
+from lowtide.report.export import Setting, play_setting
+from lowtide.timeline.hardware import Hardware
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lowtide.cli.run_step import Weight
-    from lowtide.core.plan import Plan
-    from lowtide.core.profile import Profile
-    from lowtide.timeline.hardware import Hardware
 
 Grown = Literal["batch", "sequence"]
 BY_HAND = {"plain": None, "every layer checkpointed": 1, "every second layer": 2}
@@ -158,8 +160,6 @@ class AskedStep:
 
     def played(self, name: str) -> tuple[int, float]:
         """Peak and seconds of a row of `BY_HAND`."""
-        from lowtide.planner.rerun_layers import can_rerun
-        from lowtide.report.export import Setting, play_setting
 
         every = BY_HAND[name]
         layers = () if every is None else tuple(can_rerun(self.plain))[::every]

@@ -24,7 +24,10 @@ from lowtide.cli.plan import check_writable, read_profile, write
 from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
-from lowtide.report.write import check_form
+from lowtide.report.export import SYSTEMS
+from lowtide.report.export import export as setting_of
+from lowtide.report.write import check_form, write_report
+from lowtide.timeline.hardware import load_hardware
 
 if TYPE_CHECKING:
     from lowtide.report.doctor import Finding
@@ -63,7 +66,6 @@ def _findings(findings: Sequence[Finding], width: int | None) -> list[str]:
 
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
-    from lowtide.report.export import SYSTEMS
 
     parser.add_argument("plan", type=Path, metavar="PLAN.json", help="a plan, as `lowtide plan --out` writes it")
     parser.add_argument("--to", choices=SYSTEMS, required=True, help="the framework")
@@ -76,8 +78,6 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Prints, or writes, the setting. Raises `ConfigError` for mistakes."""
-    from lowtide.report.export import export as setting_of
-    from lowtide.timeline.hardware import load_hardware
 
     plan, profile = read_plan(args.plan), read_profile(args.profile)
     if args.hardware is None and not profile.is_fake:
@@ -111,7 +111,6 @@ def report(args: argparse.Namespace) -> int:
     with Waiting() as waiting:
         waiting.say("drawing")
         from lowtide.report.run_folder import report_of_folder
-        from lowtide.report.write import write_report
 
         write_report(report_of_folder(args.run_dir), path)
     print(path)

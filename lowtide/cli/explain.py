@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_yaml
+from lowtide.core.profile import Profile
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.mindformers.plan import names_of_layers, plan_sections
@@ -25,9 +26,6 @@ from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, ta
 from lowtide.mindformers.schema import Resolution, Sections, read_sections
 from lowtide.mindformers.schema.aliases import layer_tree
 from lowtide.units import format_bytes
-
-if TYPE_CHECKING:
-    from lowtide.core.profile import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -94,7 +94,11 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
 
     Raises `ConfigError`: file missing, empty or not YAML; section missing; any mistake in a key or value.
     """
-    root = read_yaml(path)
+    return load_tree(read_yaml(path), cls, section=section)
+
+
+def load_tree(root: RawValue, cls: type[T], *, section: str | None = None) -> T:
+    """The same from the tree of a file."""
     if section is None:
         return typing.cast(T, _SettingsBuilder(in_file=True).build(root, cls, ""))
     if root.kind != "mapping":
@@ -110,11 +114,6 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
             raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
     keys = ", ".join(_keys(cls))
     raise ConfigError(f"{root.place}: missing section '{section}'; write '{section}:' and its keys below it: {keys}")
-
-
-def load_tree(root: RawValue, cls: type[T]) -> T:
-    """Build `cls` from the tree of a YAML file. Raises `ConfigError` for any mistake in a key or value."""
-    return typing.cast(T, _SettingsBuilder(in_file=True).build(root, cls, ""))
 
 
 def load_mapping(mapping: Mapping[str, Any], cls: type[T], *, where: str = "memory") -> T:

@@ -8,7 +8,7 @@ Why a headroom: a driver's context, workspaces of libraries, and free blocks tha
 Why plain numbers: a budget that was planned for is bytes. What was written is not stored, so that a plan means the same
 on every device. Cost: none.
 
-Not covered: who else takes memory of the device later; how much a device has (engines/device_memory.py, hardware
+Not covered: who else takes memory of the device later; how much a device has (engines/choose.py, hardware
 files).
 """
 

@@ -18,8 +18,8 @@ import numpy as np
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.elements import NOTHING, Measured, StepRow
 from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.report import NOTHING, Measured, StepRow
 from lowtide.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:

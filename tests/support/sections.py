@@ -17,5 +17,5 @@ def resolve(
     **around: Any,
 ) -> Resolution:
     """`around`: `compat`, `pipeline_stage`, `pp_interleave_num`, `offset`, `zero_bubble_v`, as `Sections` has them."""
-    sections = Sections(recompute_config=recompute_config, swap_config=swap_config, **around)
+    sections = Sections(written={"recompute_config": recompute_config, "swap_config": swap_config}, **around)
     return sections.resolve(num_layers=num_layers, names=names)

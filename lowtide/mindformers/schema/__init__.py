@@ -8,7 +8,7 @@ torch, and nothing is carried out (mindformers/plan.py and mindformers/follow.py
 `compat` (the default) follows upstream's results and warns where it hangs, crashes on a documented form or silently
 does nothing; without it these places are refused, with where, what and how to fix it.
 
-The newer schema (`recompute: {mode: ...}`, `swap: {enable: ...}`) is read from a file or by `Sections(newer=...)`.
+The newer schema (`recompute: {mode: ...}`, `swap: {enable: ...}`) is read from a file or by `Sections(written=...)`.
 Not covered: the log lines of that one.
 
 Start at `file.py`. May import: `config`, `errors`, `units`. Must not:

@@ -51,10 +51,8 @@ _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCI
 class Sections:
     """The two sections as written, and what around them decides their meaning."""
 
-    recompute_config: object = None
-    swap_config: object = None
-    newer: Mapping[str, Any] | None = None
-    """The sections of the newer schema, in place of the two."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """By name: `recompute_config` and `swap_config`, or in place of the two those of the newer schema."""
     source: str = "the sections"
     """The file, for messages."""
     num_layers: int | None = None
@@ -76,6 +74,11 @@ class Sections:
     """Keys of the file that mean nothing here."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_newer(self) -> bool:
+        """Whether they are of the newer schema."""
+        return any(is_newer(key, value) for key, value in self.written.items())
+
     def resolve(
         self, *, num_layers: int | None = None, names: Names | None = None, held: range | None = None
     ) -> Resolution:
@@ -96,26 +99,27 @@ class Sections:
             num_layers = self.num_layers
             if isinstance(num_layers, int):
                 num_layers += self.num_extra_layers
-        if self.newer is None:
+        if not self.is_newer:
             split = (self.pipeline_stage, self.pp_interleave_num, self.offset)
             grid = make_grid(num_layers, *split, issues, zero_bubble_v=self.zero_bubble_v)
         else:
             grid = make_grid(num_layers, 1, 1, 0, issues)
         trees = trees_of(names, num_layers, issues)
         indices = range(num_layers) if held is None else held
-        if self.newer is None:
+        if not self.is_newer:
             families = {family_of(tree) for tree in trees}
             family = "mcore" if families == {"mcore"} else "legacy"
-            swap = read_swap(self.swap_config, num_layers, family=family, issues=issues)
-            recompute = read_recompute(self.recompute_config, grid, swap=swap.is_on, family=family, issues=issues)
+            swap = read_swap(self.written.get("swap_config"), num_layers, family=family, issues=issues)
+            config = self.written.get("recompute_config")
+            recompute = read_recompute(config, grid, swap=swap.is_on, family=family, issues=issues)
         else:
-            recompute, swap, unmatched = read_newer(self.newer, trees=trees, held=indices, issues=issues)
+            recompute, swap, unmatched = read_newer(self.written, trees=trees, held=indices, issues=issues)
         work = Work(grid=grid, trees=trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
-        if self.newer is None:
+        if not self.is_newer:
             work.check_patterns()
         layers = [work.layer(index) for index in indices]
         report_lost(work)
-        if self.newer is None:
+        if not self.is_newer:
             report_patterns(work)
             if held is not None:
                 _note_other_split(grid, held, issues)
@@ -127,10 +131,10 @@ class Sections:
             num_layers_per_stage=grid.table(),
             normalized=recompute.normalized() | swap.normalized(),
             layers=layers,
-            log_lines=[*head_lines(work), *work.lines] if self.newer is None else [],
+            log_lines=[] if self.is_newer else [*head_lines(work), *work.lines],
             warnings=issues.warnings,
             notes=issues.notes,
-            prefetch_unit="operators" if self.newer is None else "layers",
+            prefetch_unit="layers" if self.is_newer else "operators",
             gathers_again=recompute.gathers_again,
             keeps_collectives=recompute.keeps_collectives,
             slices_inputs=recompute.slices_inputs,
@@ -167,9 +171,7 @@ def read_sections(path: str | os.PathLike[str], root: RawValue | None = None) ->
     num_layers, num_extra = _num_layers(model)
     kind = model.get("model_type") or model.get("type") or _below(written, "arch").get("type") or ""
     return Sections(
-        recompute_config=values.get("recompute_config"),
-        swap_config=values.get("swap_config"),
-        newer=newer or None,
+        written=newer or {key: values[key] for key in SECTIONS if key in values},
         source=name,
         num_layers=num_layers,
         num_extra_layers=num_extra,

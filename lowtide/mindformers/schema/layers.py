@@ -19,18 +19,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.mindformers.schema.aliases import family_of
-from lowtide.mindformers.schema.flow import LAYER, Verdict, judge, roles_of
 from lowtide.mindformers.schema.grid import Grid, Table
 from lowtide.mindformers.schema.issues import Issues, layers_text
 from lowtide.mindformers.schema.names import (
+    LAYER,
     Found,
     Tree,
+    Verdict,
     check,
     find,
     is_within,
+    judge,
     matches_everything,
     nearest,
     operator_in,
+    roles_of,
 )
 from lowtide.mindformers.schema.recompute import SELECT_KEYS, Recompute
 from lowtide.mindformers.schema.swap import Prefetch, Swap, first_entry

@@ -25,7 +25,7 @@ from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.issues import Issues
 from lowtide.mindformers.schema.names import Tree, find_whole, is_within, problem
 from lowtide.mindformers.schema.recompute import Recompute, Selection
-from lowtide.mindformers.schema.swap import Entry, Swap
+from lowtide.mindformers.schema.swap import Entry, Swap, mappings_in
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("mode", "full_recompute_layer", "select_module", "exclude_op", "use_reentrant"),
@@ -187,15 +187,8 @@ class _NewerReader:
         )
 
     def _entries(self, value: Any, path: str) -> list[tuple[Mapping[str, Any], str]]:
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            self.issues.refuse(path, f"must be a list of mappings, not {value!r}")
-        found = []
-        for index, item in enumerate(value):
-            where = join_path(path, index)
-            if not isinstance(item, Mapping):
-                self.issues.refuse(where, f"must be a mapping with layers, not {item!r}")
+        found = mappings_in(value, path, "layers", self.issues)
+        for item, where in found:
             if "layers" not in item:
                 self.issues.refuse(where, "has no layers; write a list such as ['0-3']")
             for key in item:
@@ -206,7 +199,6 @@ class _NewerReader:
                         meaning="ignored",
                         fix="remove it; default_prefetch is for all",
                     )
-            found.append((item, where))
         return found
 
     # ---- layers and names

@@ -68,6 +68,19 @@ def first_entry(entries: tuple[Entry, ...], layer: int) -> Entry | None:
     return next((entry for entry in entries if entry.covers(layer)), None)
 
 
+def mappings_in(value: Any, path: str, keys: str, issues: Issues) -> list[tuple[Mapping[str, Any], str]]:
+    """Each mapping of a list with its place; none for None. `keys`: what one must have, for messages."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        issues.refuse(path, f"must be a list of mappings, not {value!r}")
+    items = [(item, join_path(path, index)) for index, item in enumerate(value)]
+    for item, where in items:
+        if not isinstance(item, Mapping):
+            issues.refuse(where, f"must be a mapping with {keys}, not {item!r}")
+    return items
+
+
 def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -> Swap:
     """Check and normalise `swap_config`; `family` is the naming of the model (aliases.py)."""
     if config is None:
@@ -128,19 +141,9 @@ class _SwapReader:
         return {name: self._entries(items, f"{path} of '{name}'") for name, items in by_name.items()}
 
     def _items(self, value: Any, path: str) -> list[tuple[Mapping, str]]:
-        if value is None:
-            return []
         if isinstance(value, Mapping):
             return [(value, path)]
-        if not isinstance(value, list):
-            self.issues.refuse(path, f"must be a list of mappings, not {value!r}")
-        items = []
-        for index, item in enumerate(value):
-            where = join_path(path, index)
-            if not isinstance(item, Mapping):
-                self.issues.refuse(where, f"must be a mapping with backward_prefetch and layers, not {item!r}")
-            items.append((item, where))
-        return items
+        return mappings_in(value, path, "backward_prefetch and layers", self.issues)
 
     def _names(self, item: Mapping, path: str) -> list[str]:
         if "op_name" not in item:
