@@ -24,8 +24,12 @@ from lowtide.version import __version__
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_NOBODY_READS = 141
-EXTRAS = {"transformers": "lowtide[train]", "safetensors": "lowtide[train]", "peft": "peft"}
-"""What an installation of lowtide alone lacks -> what to install."""
+EXTRAS = {
+    **dict.fromkeys(("transformers", "safetensors"), "lowtide[train]"),
+    **{name: name for name in ("peft", "torch", "scipy", "numpy")},
+    "yaml": "PyYAML",
+}
+"""What an installation of lowtide alone, or one without what it depends on, lacks -> what to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
