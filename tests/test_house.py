@@ -64,10 +64,10 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_198,
+    "lines": 59_084,
     "files": 250,
-    "classes": 526,
-    "files that one other file imports": 36,
+    "classes": 522,
+    "files that one other file imports": 35,
     "classes with more than 15 attributes": 19,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.diff import read_plan
-from lowtide.cli.plan import check_writable, read_profile, write
+from lowtide.cli.plan import check_writable, read_plan, read_profile, write
 from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
@@ -78,7 +77,6 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Prints, or writes, the setting. Raises `ConfigError` for mistakes."""
-
     plan, profile = read_plan(args.plan), read_profile(args.profile)
     if args.hardware is None and not profile.is_fake:
         raise ConfigError(

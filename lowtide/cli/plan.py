@@ -44,7 +44,8 @@ from lowtide.timeline.step import Link
 from lowtide.units import MIB, format_bytes, parse_bytes
 
 _MAX_CURVE_POINTS = 1024
-_MOST_PROFILE_BYTES = 256 * MIB
+_MOST_BYTES = 256 * MIB
+"""Of a plan or a profile: a plan of 1,000 layers has some 20 MB."""
 _PLACES = ("keep", "swap", "auto")
 _STATE_PLACES = (*_PLACES, "in_backward")
 _Size = tuple[int, int]
@@ -162,7 +163,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         from lowtide.cli.run_step import weights_of_run
 
         hardware = _hardware(settings, args)
-        settled = settings.memory.settled(lambda: _memory_of(settings, args))
+        settled = settings.memory.settled(lambda: _memory(settings, args))
         planner = _PlanMaker(settled, hardware, waiting)
         tries: list[alternatives.Alternative] = []
         if args.largest is not None:
@@ -187,7 +188,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
                 error = refused
                 rows.append(step.refused(error))
         waiting.say("counting the weights")
-        weights = weights_of_run(step.run, step.plain.layers)
+        weights = weights_of_run(step.run)
         if args.report is not None and plan is not None:
             planner.draw(plan, args.report)
     if args.out is not None and plan is not None:
@@ -252,7 +253,7 @@ def _refuse_other_model(settings: RunConfig, profile: Profile) -> None:
     """A saved profile says how many bytes of weights its model has."""
     from lowtide.cli.run_step import weights_of_run
 
-    run_bytes = sum(weight.nbytes for weight in weights_of_run(settings, profile.layers))
+    run_bytes = sum(weight.nbytes for weight in weights_of_run(settings).values())
     if profile.state.parameters != run_bytes:
         raise ConfigError(
             f"--profile: it is of a model with {profile.state.parameters:,} bytes of weights, the run's has "
@@ -262,7 +263,6 @@ def _refuse_other_model(settings: RunConfig, profile: Profile) -> None:
 
 def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
     """A budget above what the device has is a question that one may ask, and mostly a slip."""
-
     found = load_hardware(hardware)
     if budget_bytes > found.memory_bytes:
         print(
@@ -352,20 +352,26 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     batch = f"input_ids=int64{shape}, labels=int64{shape}"
     if profile.batch != batch:
         raise ConfigError(f"--profile: it is of {profile.batch}, the run has {batch}; profile the run again")
-    if hardware is not None:
-        return profile, hardware.link
-    if profile.is_fake:
-        return profile, load_hardware(profile.device).link
+    if hardware is not None or profile.is_fake:
+        return profile, (hardware or load_hardware(profile.device)).link
     waiting.say("measuring the link")
     from lowtide.cli.run_step import link_of_device
 
     return profile, link_of_device(settings, profile.device)
 
 
+def read_plan(path: Path) -> Plan:
+    """What `lowtide plan --out` saved. Raises `ConfigError`, with the path, for a file that is no plan."""
+    text = read_text(path, most_bytes=_MOST_BYTES)
+    try:
+        return Plan.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
 def read_profile(path: Path) -> Profile:
     """What `lowtide profile` saved."""
-
-    text = read_text(path, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
+    text = read_text(path, most_bytes=_MOST_BYTES, where="--profile: ")
     try:
         return Profile.from_json(text)
     except ConfigError as error:
@@ -379,18 +385,13 @@ def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
     return load_hardware(args.hardware) if args.hardware is not None else hardware_of_run(settings)
 
 
-def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile) -> DeviceMemory:
-    """That a share or `auto` is about: of the device that is named, or of this machine's."""
-
-    if args.hardware is None and args.profile is not None and profile.is_fake:
-        return memory_of_hardware(load_hardware(profile.device))
-    return _memory_of(settings, args)
-
-
-def _memory_of(settings: RunConfig, args: argparse.Namespace) -> DeviceMemory:
-
-    if args.hardware is not None:
-        return memory_of_hardware(load_hardware(args.hardware))
+def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile | None = None) -> DeviceMemory:
+    """That a share or `auto` is about: of the device that is named, here or in a `profile`, or of this machine's."""
+    name = args.hardware
+    if name is None and args.profile is not None and profile is not None and profile.is_fake:
+        name = profile.device
+    if name is not None:
+        return memory_of_hardware(load_hardware(name))
     from lowtide.cli.run_step import device_of_run
     from lowtide.engines.choose import device_memory
 

@@ -83,7 +83,6 @@ def plan(settings: RunConfig, args: argparse.Namespace) -> ClusterPlan:
 
 def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
     """What the run file and the command line ask for."""
-
     config = settings.parallel or ParallelConfig()
     if args.hardware is None:
         raise ConfigError(_NO_HARDWARE)
@@ -149,7 +148,6 @@ def _num_devices(config: ParallelConfig, asked: int | None) -> int:
 
 def _budget(settings: RunConfig, text: str | None, hardware: Hardware, cluster: Cluster) -> int:
     """Left out or `auto`: what the device has, less what the cluster reserves."""
-
     written = settings.memory.budget if settings.memory is not None else None  # never 0: that is refused when read
     try:
         budget = (written or "auto") if text is None else parse_budget(text)

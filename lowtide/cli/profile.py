@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
     """Prints, and saves, a profile. Raises `ConfigError` for mistakes."""
     if args.hardware is not None and not args.fake:
         raise ConfigError("--hardware: a real step runs on the device of the run; add --fake, or leave it out")
-
     settings = load_run(args.run)
     check_writable(args.out)
     hardware = None if args.hardware is None else load_hardware(args.hardware)

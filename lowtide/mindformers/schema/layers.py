@@ -35,8 +35,8 @@ from lowtide.mindformers.schema.names import (
     operator_in,
     roles_of,
 )
-from lowtide.mindformers.schema.recompute import SELECT_KEYS, Recompute
-from lowtide.mindformers.schema.swap import Prefetch, Swap, first_entry
+from lowtide.mindformers.schema.recompute import SELECT_KEYS, Prefetch, Recompute
+from lowtide.mindformers.schema.swap import Swap, first_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,21 +157,7 @@ class Work:
         if not self.swap.is_on or self.recompute.takes_modules:
             kept = self._select("select_recompute_exclude", index, {})
             comm_kept = self._select("select_comm_recompute_exclude", index, {})
-        swapped: dict[str, Prefetch] = {}
-        holes: dict[str, list[str]] = {}
-        stays: dict[str, str] = {}
-        lost: dict[str, str] = {}
-        for target, prefetch, path, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
-            if not verdict.is_swapped:
-                lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
-                continue
-            swapped[target] = prefetch
-            why.setdefault(target, self.issues.where(path))
-            if verdict.holes:
-                holes[target] = list(verdict.holes)
-            if verdict.reader:
-                stays[target] = verdict.reader
-        return LayerPlan(
+        plan = LayerPlan(
             index=index,
             stage=stage,
             chunk=chunk,
@@ -180,13 +166,20 @@ class Work:
             comm_recompute_ops=[name for name in comm if name not in comm_kept],
             recompute_exclude_ops=kept,
             comm_recompute_exclude_ops=comm_kept,
-            swap_ops=swapped,
-            swap_holes=holes,
-            swap_stays=stays,
-            swap_lost=lost,
             why=why,
             comm_why=comm_why,
         )
+        for target, prefetch, path, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
+            if not verdict.is_swapped:
+                plan.swap_lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
+                continue
+            plan.swap_ops[target] = prefetch
+            why.setdefault(target, self.issues.where(path))
+            if verdict.holes:
+                plan.swap_holes[target] = list(verdict.holes)
+            if verdict.reader:
+                plan.swap_stays[target] = verdict.reader
+        return plan
 
     def _select(self, key: str, index: int, why: dict[str, str]) -> list[str]:
         """What one `select_*` key names in a layer, each part once, and the log lines for it."""

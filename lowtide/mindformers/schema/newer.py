@@ -15,6 +15,7 @@ the first.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.issues import Issues
 from lowtide.mindformers.schema.names import Tree, find_whole, is_within, problem
 from lowtide.mindformers.schema.recompute import Recompute, Selection
-from lowtide.mindformers.schema.swap import Entry, Swap, mappings_in
+from lowtide.mindformers.schema.swap import Swap, mappings_in
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("mode", "full_recompute_layer", "select_module", "exclude_op", "use_reentrant"),
@@ -110,9 +111,7 @@ class _NewerReader:
             "select_recompute_exclude": excluded,
             "select_comm_recompute_exclude": {},
         }
-        return Recompute(
-            full=Selection(shown=full, grid=None, path=path), by_key=by_key, removed=(), takes_modules=True
-        )
+        return Recompute(full=Selection(shown=full, path=path), by_key=by_key, removed=(), takes_modules=True)
 
     def _mode(self, section: Mapping[str, Any]) -> str | None:
         for key in _BEFORE_MODE:
@@ -161,18 +160,18 @@ class _NewerReader:
                     fix="write all its layers into one entry",
                 )
             layers = self.layers(item["layers"], f"{path}.layers", prefetch=prefetch)
-            swapped_whole = whole[0].layers if whole else []
+            swapped_whole = whole[0].shown if whole else []
             assert isinstance(swapped_whole, list)
             wanted[name] = ([index for index in layers if index not in swapped_whole], path)
         ops = {
-            pattern: (Entry(prefetch=prefetch, layers=list(selection.shown), path=selection.path),)  # type: ignore[arg-type]
+            pattern: (dataclasses.replace(selection, prefetch=prefetch),)
             for pattern, selection in self._expanded(wanted).items()
         }
         if not whole and not ops and not self.unmatched:
             self.issues.note("swap: it is enabled, but layer_swap and op_swap are empty, so nothing is swapped")
         return Swap(is_on=True, layers=whole, ops=ops)
 
-    def _whole_layers(self, value: Any, prefetch: int) -> tuple[Entry, ...]:
+    def _whole_layers(self, value: Any, prefetch: int) -> tuple[Selection, ...]:
         entries = self._entries(value, "swap.layer_swap")
         for _, path in entries[1:]:
             self.issues.tolerate(
@@ -181,10 +180,11 @@ class _NewerReader:
                 meaning="ignored",
                 fix="write all layers into the first entry",
             )
-        return tuple(
-            Entry(prefetch=prefetch, layers=self.layers(item["layers"], f"{path}.layers", prefetch=prefetch), path=path)
-            for item, path in entries[:1]
-        )
+        found = []
+        for item, path in entries[:1]:
+            layers = self.layers(item["layers"], f"{path}.layers", prefetch=prefetch)
+            found.append(Selection(shown=layers, path=path, prefetch=prefetch))
+        return tuple(found)
 
     def _entries(self, value: Any, path: str) -> list[tuple[Mapping[str, Any], str]]:
         found = mappings_in(value, path, "layers", self.issues)
@@ -267,7 +267,7 @@ class _NewerReader:
             for name, path in paths.items():
                 if not any(other != name and is_within(name, other) for other in paths):
                     chosen.setdefault(_pattern(name), ([], path))[0].append(index)
-        return {pattern: Selection(shown=layers, grid=None, path=path) for pattern, (layers, path) in chosen.items()}
+        return {pattern: Selection(shown=layers, path=path) for pattern, (layers, path) in chosen.items()}
 
 
 def _pattern(name: str) -> str:
