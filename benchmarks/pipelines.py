@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.overlap import on_processes
 from benchmarks.record import Record
 from benchmarks.rows import Row, command_of, parser, run
-from lowtide.config.schedules import SCHEDULES as KINDS
+from lowtide.config.run import SCHEDULES as KINDS
 from lowtide.pipeline import attach, linear
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import Schedule

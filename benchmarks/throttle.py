@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Bandwidth, Engine, Event, Lane, Slot
+from lowtide.engines.base import Engine, Event, Lane, Slot
+from lowtide.timeline.step import Link
 
 _PAD_BYTES = tuple(64 * 2**20 >> shift for shift in range(0, 16, 2))
 """64 MiB, 16 MiB, ... 4 KiB: sizes of which a padding is composed."""
@@ -85,10 +86,10 @@ class ThrottledEngine:
         self._pad(Lane.IN, target.nbytes())
         self.inner.copy_in(slot, target)
 
-    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
+    def probe_bandwidth(self, nbytes: int) -> Link:
         """The real link's, and never more than what is wanted."""
         real = self.inner.probe_bandwidth(nbytes)
-        return Bandwidth(
+        return Link(
             out_bytes_per_second=min(real.out_bytes_per_second, self.bytes_per_second),
             in_bytes_per_second=min(real.in_bytes_per_second, self.bytes_per_second),
         )

@@ -43,7 +43,7 @@ def row_of(model: str, name: str, tokens: int) -> str:
     plan = plan_profile(profile, settled.config, link=hardware.link, budget_bytes=settled.budget_bytes)
     found, weights = plan.predicted, plan.weights
     assert found is not None and weights is not None
-    count = sum(weight.count for weight in weights_of_run(run, profile.layers))
+    count = sum(weight.numel() for weight in weights_of_run(run).values())
     alone = found.step_seconds - found.stall_seconds
     share = 6 * count * tokens / found.step_seconds / PEAK[name]
     return (

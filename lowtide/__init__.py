@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from lowtide.errors import ConfigError as ConfigError
     from lowtide.errors import PartialStepError as PartialStepError
     from lowtide.loss.checked import cross_entropy as cross_entropy
+    from lowtide.optimizer.swap import swap_optimizer as swap_optimizer
     from lowtide.public import apply as apply
     from lowtide.public import current as current
-    from lowtide.public import load as load
     from lowtide.public import observe as observe
     from lowtide.public import optimize as optimize
     from lowtide.public import remove as remove
     from lowtide.public import selective_offload as selective_offload
-    from lowtide.public import swap_optimizer as swap_optimizer
-    from lowtide.public import swap_weights as swap_weights
     from lowtide.public import write_report as write_report
     from lowtide.runtime.autopilot.plan_model import plan as plan
     from lowtide.runtime.session.tide import Tide as Tide
+    from lowtide.weights.load import load as load
+    from lowtide.weights.swap import swap_weights as swap_weights
 
 _HOMES = {
     "BudgetError": "lowtide.errors",
@@ -40,14 +40,14 @@ _HOMES = {
     "apply": "lowtide.public",
     "cross_entropy": "lowtide.loss.checked",
     "current": "lowtide.public",
-    "load": "lowtide.public",
+    "load": "lowtide.weights.load",
     "observe": "lowtide.public",
     "optimize": "lowtide.public",
     "plan": "lowtide.runtime.autopilot.plan_model",
     "remove": "lowtide.public",
     "selective_offload": "lowtide.public",
-    "swap_optimizer": "lowtide.public",
-    "swap_weights": "lowtide.public",
+    "swap_optimizer": "lowtide.optimizer.swap",
+    "swap_weights": "lowtide.weights.swap",
     "write_report": "lowtide.public",
 }
 """The module of each public name."""

@@ -1,8 +1,7 @@
 """The public functions that join what stands in several rooms.
 
-What: `apply`, `optimize`, `observe`, `current`, `remove`, `write_report`, `selective_offload`, `swap_optimizer`,
-`swap_weights` and `load` of `lowtide`.
-`plan` and `cross_entropy` stand where their work is done; `lowtide/__init__.py` has the table.
+What: `apply`, `optimize`, `observe`, `current`, `remove`, `write_report` and `selective_offload` of `lowtide`.
+All others stand where their work is done; `lowtide/__init__.py` has the table.
 Each function imports what it needs when it is called, so that one of them does not load the rooms of all.
 """
 
@@ -24,11 +23,9 @@ if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig
     from lowtide.core.profile import Profile
     from lowtide.engines.base import EngineChoice
-    from lowtide.optimizer.swap import OptimizerSwap
     from lowtide.runtime.offload.selective import SelectiveOffload
     from lowtide.runtime.session.tide import Tide
     from lowtide.runtime.session.tides import Tides
-    from lowtide.weights.swap import WeightSwap
 
 _LOSS = "a function that makes the loss of the model's output"
 
@@ -225,89 +222,3 @@ def selective_offload(
 
     sizes = load_memory({"min_bytes": min_bytes} | ({} if host_budget is None else {"host_budget": host_budget}))
     return SelectiveOffload(policy, model, host_bytes=sizes.host_budget, min_bytes=sizes.least_bytes, engine=engine)
-
-
-def swap_optimizer(
-    optimizer: torch.optim.Optimizer,
-    *,
-    tier: str = "host",
-    overlap: str = "auto",
-    resident: float = 0.0,
-    bucket_bytes: int | str = "auto",
-    engine: EngineChoice = None,
-    min_bytes: int | str = 16 * 1024,
-) -> OptimizerSwap:
-    """Keep the state of `optimizer` in main memory or a file between steps, until `detach()` of the handle or the end
-    of its `with` block. Parameters, state and `param_groups` are the same to the bit; the optimizer stays the object
-    that it is.
-
-    `tier`: "host", the first tier below the device (main memory; for a model on the CPU a file), or "disk";
-    "mapped", the first tier too, which kernels read and write in place (CPU and CUDA).
-    `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device.
-    `bucket_bytes`: how much is copied at once; about three times as much is on the device in a step. State smaller than
-    `min_bytes` stays where it is. `engine`: as in `apply`.
-    Raises `ConfigError` for optimizers that cannot be stepped in parts, and for every other mistake.
-    """
-    from lowtide.optimizer.swap import swap_optimizer as swap
-
-    return swap(
-        optimizer,
-        tier=tier,
-        overlap=overlap,
-        resident=resident,
-        bucket_bytes=bucket_bytes,
-        engine=engine,
-        min_bytes=min_bytes,
-    )
-
-
-def swap_weights(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    budget: int | str | None = None,
-    update: str = "step",
-    tier: str = "host",
-    engine: EngineChoice = None,
-    min_bytes: int | str = 64 * 1024,
-    folder: str | os.PathLike[str] | None = None,
-    device: torch.device | str | None = None,
-) -> WeightSwap:
-    """Keep the weights of `model`, their gradients and the state of `optimizer` in main memory or a file, but for the
-    layers whose turn it is, until `remove()` of the handle or the end of its `with` block. The same bits; parameters
-    stay the objects that they are.
-
-    `budget`: bytes on the device for weights, gradients and optimizer state; absent, the least that works. What it has
-    beyond that keeps whole layers there. `update`: "step", where gradients leave until `optimizer.step()`, or
-    "in_backward", where each parameter is updated in the backward pass and its gradient is freed: for one backward pass
-    a step, without clipping. `tier`, `engine`: as in `swap_optimizer`. Weights below `min_bytes` stay.
-    `device`: where to train; for a model whose weights are in main memory and do not fit there. `folder`: safetensors
-    files with the weights of a model that was built on 'meta'. Each goes to its tier before the next one is read.
-    Put a plan on the model after this. Raises `ConfigError` for a budget that is too small, several ranks, FSDP2,
-    compiled modules, and every other mistake.
-    """
-    from lowtide.weights.swap import swap_weights as swap
-
-    return swap(
-        model,
-        optimizer,
-        budget=budget,
-        update=update,
-        tier=tier,
-        engine=engine,
-        min_bytes=min_bytes,
-        folder=folder,
-        device=device,
-    )
-
-
-def load(model: torch.nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> None:
-    """Give a model that was built on 'meta' the weights in the safetensors files of `folder`, one after the other, on
-    `device`. Parameters stay the objects that they are. For a model that does not fit there: `swap_weights(folder=)`.
-
-    Raises `ConfigError` for a tensor that is missing or has another shape, a buffer without memory, and a model that
-    has memory already; nothing is touched then.
-    """
-    from lowtide.weights.load import load as load_weights
-
-    load_weights(model, folder, device=device)

@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_220,
-    "files": 249,
-    "classes": 527,
-    "files that one other file imports": 35,
-    "classes with more than 15 attributes": 19,
+    "lines": 58_839,
+    "files": 245,
+    "classes": 520,
+    "files that one other file imports": 34,
+    "classes with more than 15 attributes": 18,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,

@@ -21,7 +21,6 @@ from typing import Any
 from lowtide.config.source import shown
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
-from lowtide.report.elements import to_json
 from lowtide.report.played_step import play
 from lowtide.report.run_folder import PLAN, STEP
 from lowtide.runtime.autopilot.autopilot import Autopilot
@@ -203,7 +202,7 @@ class PlanFiles:
         self._digest = plan.digest()
         self._num_writes += 1
         try:
-            for name, text in ((PLAN, plan.to_json()), (STEP, to_json(played))):
+            for name, text in ((PLAN, plan.to_json()), (STEP, played.to_json())):
                 partial = self._folder / f".{name}.partial"
                 partial.write_text(text, encoding="utf-8")
                 partial.replace(self._folder / name)

@@ -270,7 +270,7 @@ def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.
     """The layers of each stage, in the order of the model. Raises `ConfigError` with its place."""
     assert run.pipeline is not None
     num_layers, wanted = len(model.model.layers), run.pipeline.layers
-    if run.sections is not None and run.sections.newer is None and run.sections.offset not in (0, None):
+    if run.sections is not None and not run.sections.is_newer and run.sections.offset not in (0, None):
         if wanted != "even":
             run.fail("pipeline.layers", "'pipeline.layers' says what 'offset' says already; leave one of them out")
         return _ranges(layers_by_offset(run.sections, schedule, num_layers))

@@ -29,14 +29,17 @@ if TYPE_CHECKING:
 class Wish:
     """The settings of an adapter. `budget` and `memory` are those of `lowtide.optimize` and `lowtide.apply`."""
 
+    where: str
+    """The name that the user wrote, for messages."""
     budget: int | str | None = None
     memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None
     engine: Any = None
     say: Callable[[str], None] | None = None
     """Gets a line when a plan is made. Absent: it is printed to stderr."""
 
-    def checked(self, where: str) -> Wish:
-        """This wish. Raises ConfigError where it asks for nothing; `where` is the name that the user wrote."""
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a wish that asks for nothing, or for what cannot be."""
+        where = self.where
         if self.budget is None and self.memory is None:
             raise lowtide.ConfigError(
                 f"{where}: nothing to do; write budget='20GiB', or memory= with rules or the path of a YAML file"
@@ -48,7 +51,6 @@ class Wish:
                 check_unit(f"{where}: budget", parse_budget(self.budget))
             except ValueError as error:
                 raise lowtide.ConfigError(str(error) if where in str(error) else f"{where}: budget: {error}") from None
-        return self
 
 
 class Attached:
@@ -148,11 +150,6 @@ SCALARS = (
 """The figures of `Tide.stats` that an adapter logs: the highest peak so far, and totals since training began or the
 plan changed. `scalars` adds the predicted peak, the predicted time of forward and backward of one micro-batch, and the
 mean time of the steps since the last log by the host's clock, with all micro-batches and the optimizer's step."""
-
-
-def wish_of(where: str, **given: Any) -> Wish:
-    """The wish in an adapter's arguments, checked."""
-    return Wish(**given).checked(where)
 
 
 def shown(name: str) -> Any:

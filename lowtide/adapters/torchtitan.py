@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from lowtide import ConfigError
-from lowtide.adapters.attach import Attached, Wish, shown, wish_of
+from lowtide.adapters.attach import Attached, Wish, shown
 
 
 def with_lowtide(
@@ -46,7 +46,7 @@ def with_lowtide(
     `budget`, `memory`, `engine`, `say`: as for `lowtide.adapters.transformers.TideCallback`. The handle, once there is
     one, is `config.activation_checkpoint.tide`. Raises ConfigError for a wish that asks for nothing.
     """
-    wish = wish_of("with_lowtide", budget=budget, memory=memory, engine=engine, say=say)
+    wish = Wish(where="with_lowtide", budget=budget, memory=memory, engine=engine, say=say)
     place = TideInPlace(wish)
     config.activation_checkpoint = place
     spec = config.model_spec

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lowtide import ConfigError
-from lowtide.adapters.attach import Attached, shown, wish_of
+from lowtide.adapters.attach import Attached, Wish, shown
 
 
 class TideCallback(TrainerCallback):
@@ -52,7 +52,7 @@ class TideCallback(TrainerCallback):
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.attached = Attached(
-            wish_of("TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
+            Wish(where="TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
         )
         self._logs_to_all = False
         """It comes before Trainer's reporters, and gives them its figures."""

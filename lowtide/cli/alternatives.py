@@ -24,15 +24,17 @@ from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import DataConfig, ModelConfig, OptimizerKind, Precision, RunConfig, TrainConfig
 from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
 from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.rerun_layers import can_rerun
+from lowtide.report.export import Setting, play_setting
+from lowtide.timeline.hardware import Hardware
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lowtide.cli.run_step import Weight
-    from lowtide.core.plan import Plan
-    from lowtide.core.profile import Profile
-    from lowtide.timeline.hardware import Hardware
+    import torch
 
 Grown = Literal["batch", "sequence"]
 BY_HAND = {"plain": None, "every layer checkpointed": 1, "every second layer": 2}
@@ -158,8 +160,6 @@ class AskedStep:
 
     def played(self, name: str) -> tuple[int, float]:
         """Peak and seconds of a row of `BY_HAND`."""
-        from lowtide.planner.rerun_layers import can_rerun
-        from lowtide.report.export import Setting, play_setting
 
         every = BY_HAND[name]
         layers = () if every is None else tuple(can_rerun(self.plain))[::every]
@@ -337,7 +337,7 @@ def _search(
 def lines(
     step: AskedStep,
     rows: Sequence[Alternative],
-    weights: Sequence[Weight],
+    weights: Mapping[str, torch.nn.Parameter],
     grown: Grown | None,
     width: int | None,
     *,
@@ -407,9 +407,9 @@ def _over(seconds: float | None, plain: float | None) -> str:
     return "-" if seconds is None or not plain else f"+{percent(seconds / plain - 1)}"
 
 
-def _question(step: AskedStep, weights: Sequence[Weight], grown: Grown | None) -> str:
-    run, count = step.run, sum(weight.count for weight in weights)
-    trained = sum(weight.count for weight in weights if weight.is_trained)
+def _question(step: AskedStep, weights: Mapping[str, torch.nn.Parameter], grown: Grown | None) -> str:
+    run, count = step.run, sum(weight.numel() for weight in weights.values())
+    trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)
     sizes = {"batch": f"{run.train.batch_size}", "sequence": f"{run.data.sequence_length:,}"}
     if grown is not None:
         sizes[grown] = "?"

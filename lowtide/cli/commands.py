@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.diff import read_plan
-from lowtide.cli.plan import check_writable, read_profile, write
+from lowtide.cli.plan import check_writable, read_plan, read_profile, write
 from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
-from lowtide.report.write import check_form
+from lowtide.report.export import SYSTEMS
+from lowtide.report.export import export as setting_of
+from lowtide.report.write import check_form, write_report
+from lowtide.timeline.hardware import load_hardware
 
 if TYPE_CHECKING:
     from lowtide.report.doctor import Finding
@@ -46,7 +48,7 @@ def doctor(args: argparse.Namespace) -> int:
 
         findings = list(examine(args.disk, measures=not args.no_measure, say=waiting.say))
     if args.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+        print(json.dumps([dataclasses.asdict(finding) | {"state": finding.state} for finding in findings]))
     else:
         print("\n".join(_findings(findings, width_of_stdout())))
     return 1 if any(finding.state == "bad" for finding in findings) else 0
@@ -63,7 +65,6 @@ def _findings(findings: Sequence[Finding], width: int | None) -> list[str]:
 
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
-    from lowtide.report.export import SYSTEMS
 
     parser.add_argument("plan", type=Path, metavar="PLAN.json", help="a plan, as `lowtide plan --out` writes it")
     parser.add_argument("--to", choices=SYSTEMS, required=True, help="the framework")
@@ -76,9 +77,6 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Prints, or writes, the setting. Raises `ConfigError` for mistakes."""
-    from lowtide.report.export import export as setting_of
-    from lowtide.timeline.hardware import load_hardware
-
     plan, profile = read_plan(args.plan), read_profile(args.profile)
     if args.hardware is None and not profile.is_fake:
         raise ConfigError(
@@ -111,7 +109,6 @@ def report(args: argparse.Namespace) -> int:
     with Waiting() as waiting:
         waiting.say("drawing")
         from lowtide.report.run_folder import report_of_folder
-        from lowtide.report.write import write_report
 
         write_report(report_of_folder(args.run_dir), path)
     print(path)

@@ -19,17 +19,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from lowtide.cli.plan import read_plan
 from lowtide.cli.waiting import width_of_stdout
-from lowtide.config.source import read_text
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.text_table import align, layers_label, plural, runs, wrapped
-from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
-
-_MOST_BYTES = 1 << 28
-"""A plan of 1,000 layers has some 20 MB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,15 +44,6 @@ def run(args: argparse.Namespace) -> int:
         first, second = (path.name if is_told_apart else str(path) for path in (args.first, args.second))
         print("\n".join(diff_lines(diff, first, second, width_of_stdout())))
     return 0 if diff["is_same"] else 1
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a file. Raises `ConfigError`, with the path, for one that is none."""
-    text = read_text(path, most_bytes=_MOST_BYTES)
-    try:
-        return Plan.from_json(text)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def plan_diff(first: Plan, second: Plan) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_yaml
+from lowtide.core.profile import Profile
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.mindformers.plan import names_of_layers, plan_sections
@@ -25,9 +26,6 @@ from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, ta
 from lowtide.mindformers.schema import Resolution, Sections, read_sections
 from lowtide.mindformers.schema.aliases import layer_tree
 from lowtide.units import format_bytes
-
-if TYPE_CHECKING:
-    from lowtide.core.profile import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,24 +91,22 @@ _OPTIONS = {"num_layers": "--num-layers", "pipeline_stage": "--pp", "pp_interlea
 
 
 def _resolved(sections: Sections, profile: Profile | None, args: argparse.Namespace) -> Resolution:
-    grid: Any = {"pipeline_stage": args.pp, "pp_interleave_num": args.vpp, "offset": _offset(args.offset)}
+    asked = {"pipeline_stage": args.pp, "pp_interleave_num": args.vpp, "offset": _offset(args.offset)}
+    grid: Any = {key: value for key, value in asked.items() if value is not None}
     # A message about a number names the option that says it, also where neither the file nor the command line does.
-    own = {
-        key: option
-        for key, option in _OPTIONS.items()
-        if (grid | {"num_layers": args.num_layers})[key] is not None or key not in sections.places
-    }
-    sections = dataclasses.replace(sections, places={**sections.places, **own})
+    said = grid.keys() | ({"num_layers"} if args.num_layers is not None else set())
+    own = {key: option for key, option in _OPTIONS.items() if key in said or key not in sections.places}
+    sections = dataclasses.replace(sections, places={**sections.places, **own}, **grid)
     if profile is None and args.num_layers is None and sections.num_layers is None:
         raise ConfigError(
             f"--num-layers: {sections.source} does not say how many layers the model has; write --num-layers N"
         )
     if profile is None:
         tree = layer_tree(sections.model_type)
-        return sections.resolve(num_layers=args.num_layers, names=tree, **grid)
+        return sections.resolve(num_layers=args.num_layers, names=tree)
     modules = sorted({name.rpartition(".")[0] for name in profile.op_names if not name.endswith(":backward")})
     names = names_of_layers(modules, profile.layers)
-    return sections.resolve(num_layers=len(profile.layers), names=names, **grid)
+    return sections.resolve(num_layers=len(profile.layers), names=names)
 
 
 def _offset(text: str | None) -> Any:

@@ -15,7 +15,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from lowtide.errors import ConfigError, did_you_mean
@@ -24,40 +23,34 @@ from lowtide.version import __version__
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_NOBODY_READS = 141
-EXTRAS = {"transformers": "lowtide[train]", "safetensors": "lowtide[train]", "peft": "peft"}
-"""What an installation of lowtide alone lacks -> what to install."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One subcommand."""
-
-    module: str
-    help: str
-
-    def functions(self, name: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[..., int]]:
-        """What adds the arguments of this command, and what runs it."""
-        module = importlib.import_module(self.module)
-        if self.module == _SHORT:
-            return getattr(module, f"{name}_arguments"), getattr(module, name)
-        return module.add_arguments, module.run
+EXTRAS = {
+    **dict.fromkeys(("transformers", "safetensors"), "lowtide[train]"),
+    **{name: name for name in ("peft", "torch", "scipy", "numpy")},
+    "yaml": "PyYAML",
+}
+"""What an installation of lowtide alone, or one without what it depends on, lacks -> what to install."""
 
 
 _SHORT = "lowtide.cli.commands"
-
-
 COMMANDS = {
-    "diff": Command(module="lowtide.cli.diff", help="say what one plan does otherwise than another"),
-    "doctor": Command(module=_SHORT, help="say whether this machine is ready, and what is in the way"),
-    "explain": Command(
-        module="lowtide.cli.explain", help="say what recompute_config and swap_config mean, layer by layer"
-    ),
-    "export": Command(module=_SHORT, help="say a plan in the words of another framework"),
-    "plan": Command(module="lowtide.cli.plan", help="find the fastest plan within a budget, without running a step"),
-    "profile": Command(module="lowtide.cli.profile", help="look at one training step, and save what was seen"),
-    "report": Command(module=_SHORT, help="write what a run did as one HTML file, a trace or data"),
-    "train": Command(module=_SHORT, help="train a model as a run file says"),
+    "diff": ("lowtide.cli.diff", "say what one plan does otherwise than another"),
+    "doctor": (_SHORT, "say whether this machine is ready, and what is in the way"),
+    "explain": ("lowtide.cli.explain", "say what recompute_config and swap_config mean, layer by layer"),
+    "export": (_SHORT, "say a plan in the words of another framework"),
+    "plan": ("lowtide.cli.plan", "find the fastest plan within a budget, without running a step"),
+    "profile": ("lowtide.cli.profile", "look at one training step, and save what was seen"),
+    "report": (_SHORT, "write what a run did as one HTML file, a trace or data"),
+    "train": (_SHORT, "train a model as a run file says"),
 }
+"""By name: the module of a subcommand, and its help."""
+
+
+def functions_of(name: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[..., int]]:
+    """What adds the arguments of a command, and what runs it."""
+    module = importlib.import_module(COMMANDS[name][0])
+    if COMMANDS[name][0] == _SHORT:
+        return getattr(module, f"{name}_arguments"), getattr(module, name)
+    return module.add_arguments, module.run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(arguments)
-        return int(COMMANDS[args.command].functions(args.command)[1](args))
+        return int(functions_of(args.command)[1](args))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
@@ -113,10 +106,10 @@ def parsers(asked: str | None) -> tuple[argparse.ArgumentParser, dict[str, argpa
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
     adder = parser.add_subparsers(dest="command", metavar="command", required=True)
     found: dict[str, argparse.ArgumentParser] = {}
-    for name, command in COMMANDS.items():
-        found[name] = adder.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+    for name, (_, text) in COMMANDS.items():
+        found[name] = adder.add_parser(name, help=text, description=text.capitalize() + ".")
         if name == asked:
-            command.functions(name)[0](found[name])
+            functions_of(name)[0](found[name])
     return parser, found
 
 

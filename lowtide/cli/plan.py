@@ -19,31 +19,33 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from lowtide.cli import alternatives, plan_cluster
 from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.cluster import report as cluster_report
 from lowtide.config.memory import MemoryConfig, Settled, check_unit
 from lowtide.config.run import OptimizerKind, RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
+from lowtide.core.plan import Plan, plan_table
+from lowtide.core.profile import Profile
 from lowtide.core.text_table import wrapped
 from lowtide.errors import BudgetError, ConfigError
+from lowtide.planner.plan_profile import plan_profile
+from lowtide.report.budget_sweep import SweptBudget, budget_sweep, sweep_lines
+from lowtide.report.played_step import Curve, play
+from lowtide.report.report import report_of_plan
 from lowtide.report.write import check_form, write_report
+from lowtide.timeline.hardware import Hardware, load_hardware, memory_of_hardware
+from lowtide.timeline.step import Link
 from lowtide.units import MIB, format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from lowtide.core.plan import Plan
-    from lowtide.core.profile import Profile
-    from lowtide.report.budget_sweep import SweptBudget
-    from lowtide.report.played_step import Curve
-    from lowtide.timeline.hardware import Hardware
-    from lowtide.timeline.step import Link
-
 _MAX_CURVE_POINTS = 1024
-_MOST_PROFILE_BYTES = 256 * MIB
+_MOST_BYTES = 256 * MIB
+"""Of a plan or a profile: a plan of 1,000 layers has some 20 MB."""
 _PLACES = ("keep", "swap", "auto")
 _STATE_PLACES = (*_PLACES, "in_backward")
 _Size = tuple[int, int]
@@ -97,9 +99,6 @@ def run(args: argparse.Namespace) -> int:
             rank = plan_cluster.sharded_rank(settings, args, profile)
             profile = rank.profile
         from lowtide.cli.run_step import changes_of
-        from lowtide.planner.plan_profile import plan_profile
-        from lowtide.report.budget_sweep import budget_sweep
-        from lowtide.report.played_step import play
 
         settled = wanted.settled(lambda: _memory(settings, args, profile))
         if args.hardware is not None:
@@ -116,8 +115,6 @@ def run(args: argparse.Namespace) -> int:
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         curve = play(plan, profile, memory, **kind).curve if args.json else None
         if args.report is not None:
-            from lowtide.report.report import report_of_plan
-
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if rank is None else rank.network(plan)
@@ -166,7 +163,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         from lowtide.cli.run_step import weights_of_run
 
         hardware = _hardware(settings, args)
-        settled = settings.memory.settled(lambda: _memory_of(settings, args))
+        settled = settings.memory.settled(lambda: _memory(settings, args))
         planner = _PlanMaker(settled, hardware, waiting)
         tries: list[alternatives.Alternative] = []
         if args.largest is not None:
@@ -191,7 +188,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
                 error = refused
                 rows.append(step.refused(error))
         waiting.say("counting the weights")
-        weights = weights_of_run(step.run, step.plain.layers)
+        weights = weights_of_run(step.run)
         if args.report is not None and plan is not None:
             planner.draw(plan, args.report)
     if args.out is not None and plan is not None:
@@ -221,7 +218,6 @@ class _PlanMaker:
     def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
         """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
         from lowtide.cli.run_step import changes_of, trace_run
-        from lowtide.planner.plan_profile import plan_profile
 
         size = (run.train.batch_size, run.data.sequence_length)
         if size not in self.traced:
@@ -246,7 +242,6 @@ class _PlanMaker:
 
     def draw(self, plan: Plan, path: Path) -> None:
         """The report of the last plan."""
-        from lowtide.report.report import report_of_plan
 
         assert self._last is not None
         self._waiting.say("drawing")
@@ -258,7 +253,7 @@ def _refuse_other_model(settings: RunConfig, profile: Profile) -> None:
     """A saved profile says how many bytes of weights its model has."""
     from lowtide.cli.run_step import weights_of_run
 
-    run_bytes = sum(weight.nbytes for weight in weights_of_run(settings, profile.layers))
+    run_bytes = sum(weight.nbytes for weight in weights_of_run(settings).values())
     if profile.state.parameters != run_bytes:
         raise ConfigError(
             f"--profile: it is of a model with {profile.state.parameters:,} bytes of weights, the run's has "
@@ -268,8 +263,6 @@ def _refuse_other_model(settings: RunConfig, profile: Profile) -> None:
 
 def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
     """A budget above what the device has is a question that one may ask, and mostly a slip."""
-    from lowtide.timeline.hardware import load_hardware
-
     found = load_hardware(hardware)
     if budget_bytes > found.memory_bytes:
         print(
@@ -282,9 +275,10 @@ def _say_where_it_is_too_much(budget_bytes: int, hardware: str) -> None:
 def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
     with _stdout_kept_clean():
         found = plan_cluster.plan(settings, args)
-    from lowtide.cluster.report import document, lines
-
-    print(json.dumps(document(found)) if args.json else "\n".join(lines(found, width_of_stdout())))
+    if args.json:
+        print(json.dumps(cluster_report.document(found)))
+    else:
+        print("\n".join(cluster_report.lines(found, width_of_stdout())))
     return 0
 
 
@@ -345,7 +339,6 @@ def _amount(option: str, text: str, parse: Callable[[str], Budget]) -> Budget:
 
 
 def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Waiting) -> tuple[Profile, Link]:
-    from lowtide.timeline.hardware import load_hardware
 
     hardware = load_hardware(args.hardware) if args.hardware is not None else None
     if args.profile is None:
@@ -359,21 +352,26 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     batch = f"input_ids=int64{shape}, labels=int64{shape}"
     if profile.batch != batch:
         raise ConfigError(f"--profile: it is of {profile.batch}, the run has {batch}; profile the run again")
-    if hardware is not None:
-        return profile, hardware.link
-    if profile.is_fake:
-        return profile, load_hardware(profile.device).link
+    if hardware is not None or profile.is_fake:
+        return profile, (hardware or load_hardware(profile.device)).link
     waiting.say("measuring the link")
     from lowtide.cli.run_step import link_of_device
 
     return profile, link_of_device(settings, profile.device)
 
 
+def read_plan(path: Path) -> Plan:
+    """What `lowtide plan --out` saved. Raises `ConfigError`, with the path, for a file that is no plan."""
+    text = read_text(path, most_bytes=_MOST_BYTES)
+    try:
+        return Plan.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
 def read_profile(path: Path) -> Profile:
     """What `lowtide profile` saved."""
-    from lowtide.core.profile import Profile
-
-    text = read_text(path, most_bytes=_MOST_PROFILE_BYTES, where="--profile: ")
+    text = read_text(path, most_bytes=_MOST_BYTES, where="--profile: ")
     try:
         return Profile.from_json(text)
     except ConfigError as error:
@@ -383,27 +381,19 @@ def read_profile(path: Path) -> Profile:
 def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
     """The device that is named, or what is known of this machine's."""
     from lowtide.cli.run_step import hardware_of_run
-    from lowtide.timeline.hardware import load_hardware
 
     return load_hardware(args.hardware) if args.hardware is not None else hardware_of_run(settings)
 
 
-def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile) -> DeviceMemory:
-    """That a share or `auto` is about: of the device that is named, or of this machine's."""
-    from lowtide.timeline.hardware import load_hardware, memory_of_hardware
-
-    if args.hardware is None and args.profile is not None and profile.is_fake:
-        return memory_of_hardware(load_hardware(profile.device))
-    return _memory_of(settings, args)
-
-
-def _memory_of(settings: RunConfig, args: argparse.Namespace) -> DeviceMemory:
-    from lowtide.timeline.hardware import load_hardware, memory_of_hardware
-
-    if args.hardware is not None:
-        return memory_of_hardware(load_hardware(args.hardware))
+def _memory(settings: RunConfig, args: argparse.Namespace, profile: Profile | None = None) -> DeviceMemory:
+    """That a share or `auto` is about: of the device that is named, here or in a `profile`, or of this machine's."""
+    name = args.hardware
+    if name is None and args.profile is not None and profile is not None and profile.is_fake:
+        name = profile.device
+    if name is not None:
+        return memory_of_hardware(load_hardware(name))
     from lowtide.cli.run_step import device_of_run
-    from lowtide.engines.device_memory import device_memory
+    from lowtide.engines.choose import device_memory
 
     return device_memory(device_of_run(settings), own_bytes=0)
 
@@ -429,8 +419,6 @@ def _stdout_kept_clean() -> Iterator[None]:
 
 
 def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], network: Sequence[str]) -> list[str]:
-    from lowtide.core.plan import plan_table
-    from lowtide.report.budget_sweep import sweep_lines
 
     width = width_of_stdout()
     lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines(), *network]

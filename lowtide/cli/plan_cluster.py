@@ -18,23 +18,25 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lowtide.cli.waiting import Waiting
+from lowtide.cluster.export import export
+from lowtide.cluster.layout import Batch
+from lowtide.cluster.search import ClusterPlan, Question, plan_cluster
+from lowtide.cluster.shape import shape_of
+from lowtide.cluster.sharded import NetworkStep, Sharding, play_network, sharded_profile
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import ParallelConfig, RunConfig
 from lowtide.core.budget import parse_budget, settle
 from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
+from lowtide.planner.rerun_layers import run_again
+from lowtide.timeline.cluster import Cluster, load_cluster
+from lowtide.timeline.hardware import Hardware, load_hardware, memory_of_hardware
 from lowtide.units import format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.cluster.search import ClusterPlan, Question
-    from lowtide.cluster.sharded import NetworkStep, Sharding
-    from lowtide.core.plan import Plan
-    from lowtide.core.profile import Profile
-    from lowtide.timeline.cluster import Cluster
-    from lowtide.timeline.hardware import Hardware
 
 _ONE_DEVICE_ONLY = ("profile", "out", "host_budget")
 _EXPORTS = ("mindformers", "megatron", "mindspeed")
@@ -72,24 +74,15 @@ def plan(settings: RunConfig, args: argparse.Namespace) -> ClusterPlan:
     with Waiting() as waiting:
         waiting.say("starting")
         question = make_question(settings, args)
-        from lowtide.cluster.search import plan_cluster
 
         found = plan_cluster(question, progress=waiting.say)
         if args.export is not None:
-            from lowtide.cluster.export import export
-
             export(found, args.export[0], Path(args.export[1]))
     return found
 
 
 def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
     """What the run file and the command line ask for."""
-    from lowtide.cluster.layout import Batch
-    from lowtide.cluster.search import Question
-    from lowtide.cluster.shape import shape_of
-    from lowtide.timeline.cluster import load_cluster
-    from lowtide.timeline.hardware import load_hardware
-
     config = settings.parallel or ParallelConfig()
     if args.hardware is None:
         raise ConfigError(_NO_HARDWARE)
@@ -155,8 +148,6 @@ def _num_devices(config: ParallelConfig, asked: int | None) -> int:
 
 def _budget(settings: RunConfig, text: str | None, hardware: Hardware, cluster: Cluster) -> int:
     """Left out or `auto`: what the device has, less what the cluster reserves."""
-    from lowtide.timeline.hardware import memory_of_hardware
-
     written = settings.memory.budget if settings.memory is not None else None  # never 0: that is refused when read
     try:
         budget = (written or "auto") if text is None else parse_budget(text)
@@ -209,8 +200,6 @@ class ShardedRank:
 
     def network(self, plan: Plan) -> NetworkStep:
         """The step that the plan makes, with the network."""
-        from lowtide.cluster.sharded import play_network
-        from lowtide.planner.rerun_layers import run_again
 
         assert plan.predicted is not None
         again = [
@@ -243,9 +232,6 @@ class ShardedRank:
 def sharded_rank(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> ShardedRank:
     """One of the ranks that share the model. Raises `ConfigError` for what cannot be planned so."""
     from lowtide.cli.run_step import layer_bytes, sharding_of
-    from lowtide.cluster.sharded import sharded_profile
-    from lowtide.timeline.cluster import load_cluster
-    from lowtide.timeline.hardware import load_hardware
 
     config = settings.parallel
     assert config is not None

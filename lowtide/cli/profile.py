@@ -9,17 +9,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lowtide.cli.plan import check_writable, write
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.core.profile import Profile
 from lowtide.core.text_table import align, layers_label, runs, wrapped
 from lowtide.errors import ConfigError
+from lowtide.timeline.hardware import load_hardware
 from lowtide.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.core.profile import Profile
 
 _NUM_TOP_SITES = 8
 _OUTSIDE = "outside layers"
@@ -37,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
     """Prints, and saves, a profile. Raises `ConfigError` for mistakes."""
     if args.hardware is not None and not args.fake:
         raise ConfigError("--hardware: a real step runs on the device of the run; add --fake, or leave it out")
-    from lowtide.timeline.hardware import load_hardware
-
     settings = load_run(args.run)
     check_writable(args.out)
     hardware = None if args.hardware is None else load_hardware(args.hardware)

@@ -17,23 +17,20 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from lowtide.config.loader import Locations, load_tree
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import (
-    DataConfig,
+    SCHEDULES,
     DType,
     ModelConfig,
-    ParallelConfig,
     PipelineConfig,
     Precision,
     RunConfig,
-    TrainConfig,
+    RunFile,
 )
-from lowtide.config.schedules import SCHEDULES
 from lowtide.config.source import RawValue, read_yaml, shown
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import has_sections, read_sections
@@ -51,26 +48,13 @@ _REPEATS = re.compile(r"(num_|n_)?(\w+_)?(layers?|experts)|num_(mem_)?blocks|num
 _WEIGHTS: dict[Precision, DType] = {"float32": "float32", "bf16_autocast": "float32", "bf16": "bfloat16"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RunFile:
-    """The file as it is written: `model` takes any key, because most of them belong to another library."""
-
-    model: dict[str, Any]
-    train: TrainConfig
-    data: DataConfig = field(default_factory=DataConfig)
-    memory: MemoryConfig | None = None
-    parallel: ParallelConfig | None = None
-    pipeline: PipelineConfig | None = None
-    places: Locations
-
-
 def load_run(path: str | os.PathLike[str]) -> RunConfig:
     """Reads and checks a run file. Raises `ConfigError` for any mistake in it."""
     root = read_yaml(path)
     sections = read_sections(path, root) if has_sections(root) else None
     root = root if sections is None else _without_sections(root)
     _check_names(root)
-    file = load_tree(root, _RunFile)
+    file = load_tree(root, RunFile)
     entries = {entry.key: entry for entry in root.entries}
     key_places = {entry.key: entry.place for entry in entries["model"].node.entries}
     model = _model(file.model, file.places, key_places, precision=file.train.precision)
@@ -80,31 +64,20 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     if file.pipeline is not None:
         _check_pipeline(file, file.pipeline)
     elif file.train.tensor_parallel > 1:
-        raise ConfigError(
-            f"{file.places.of('train.tensor_parallel')}: 'train.tensor_parallel' is for the stages of a section "
-            "'pipeline'; without one write parallel: {shard: fsdp2, tensor: ...}"
+        file.fail(
+            "train.tensor_parallel",
+            "'train.tensor_parallel' is for the stages of a section 'pipeline'; without one write parallel: {shard: "
+            "fsdp2, tensor: ...}",
         )
-    if file.parallel is not None and file.parallel.shard is not None:
+    if file.is_sharded:
         _check_shard(file)
     if file.memory is not None:
         file.memory.rules()  # a malformed pattern is found when it is read, not when the model is there
     train = file.train
     if train.engine is not None and file.memory is None and sections is None:
-        raise ConfigError(
-            f"{file.places.of('train.engine')}: 'train.engine' needs a 'memory' section; add one or remove the key"
-        )
+        file.fail("train.engine", "'train.engine' needs a 'memory' section; add one or remove the key")
     output_dir = train.output_dir or Path("runs") / Path(path).stem
-    return RunConfig(
-        model=model,
-        data=file.data,
-        train=train,
-        memory=file.memory,
-        parallel=file.parallel,
-        sections=sections,
-        pipeline=file.pipeline,
-        output_dir=output_dir,
-        places=file.places,
-    )
+    return RunConfig(**vars(file) | {"model": model}, sections=sections, output_dir=output_dir)
 
 
 def _check_names(root: RawValue) -> None:
@@ -138,51 +111,47 @@ def _without_sections(root: RawValue) -> RawValue:
     return dataclasses.replace(root, entries=tuple(entries))
 
 
-def _check_beside_sections(file: _RunFile) -> None:
+def _check_beside_sections(file: RunFile) -> None:
     """Beside the two sections, `memory` says where bytes may go, not what happens to them."""
     memory = file.memory
     for key in ("budget", "recompute", "swap", "keep") if memory is not None else ():
         if getattr(memory, key) not in (None, ()):
-            raise ConfigError(
-                f"{file.places.of(f'memory.{key}')}: 'memory.{key}' cannot stand beside recompute_config and "
-                "swap_config; write all of it here, or all of it there"
+            file.fail(
+                f"memory.{key}",
+                f"'memory.{key}' cannot stand beside recompute_config and swap_config; write all of it here, or all of "
+                "it there",
             )
 
 
-def _check_shard(file: _RunFile) -> None:
+def _check_shard(file: RunFile) -> None:
     """Nothing stands beside shards that deals the model out in another way."""
     others = {"pipeline": file.pipeline is not None, "train.expert_parallel": file.train.expert_parallel > 1}
     for key in (key for key, is_there in others.items() if is_there):
-        where = file.places.of("parallel.shard")
-        raise ConfigError(f"{where}: 'parallel.shard' cannot stand beside '{key}' yet; take one of them out")
+        file.fail("parallel.shard", f"'parallel.shard' cannot stand beside '{key}' yet; take one of them out")
 
 
-def _check_pipeline(file: _RunFile, pipeline: PipelineConfig) -> None:
+def _check_pipeline(file: RunFile, pipeline: PipelineConfig) -> None:
     """The schedule exists for these numbers, and nothing stands beside it that only whole models have."""
-
-    def fail(key: str, message: str) -> NoReturn:
-        raise ConfigError(f"{file.places.of(key)}: {message}")
-
     try:
         make_schedule(pipeline.schedule, num_ranks=pipeline.stages, num_micro_batches=pipeline.micro_batches)
     except ConfigError as error:
-        fail("pipeline", str(error))
+        file.fail("pipeline", str(error))
     if pipeline.overlap and not SCHEDULES[pipeline.schedule].has_pairs:
         have = sorted(name for name in GENERATORS if SCHEDULES[name].has_pairs)
-        fail(
+        file.fail(
             "pipeline.overlap",
             f"'pipeline.overlap' is about pairs of a forward and a backward, which '{pipeline.schedule}' does not "
             f"have; choose {', '.join(have[:-1])} or {have[-1]}",
         )
     if file.train.grad_accumulation != 1:
-        fail(
+        file.fail(
             "train.grad_accumulation",
             f"'train.grad_accumulation' is {file.train.grad_accumulation}, and a step of a pipeline has "
             f"{pipeline.micro_batches} micro-batches already; write their number into 'pipeline.micro_batches' only",
         )
     memory = file.memory
     if memory is not None and memory.has_budget:
-        _check_budget_of_stages(memory, fail)
+        _check_budget_of_stages(memory, file.fail)
 
 
 def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoReturn]) -> None:
@@ -246,12 +215,12 @@ def _model(
     return ModelConfig(path=path, fields=fields, key_places=key_places, **ours)
 
 
-def _check_size(file: _RunFile) -> None:
+def _check_size(file: RunFile) -> None:
     """A micro-batch that no memory holds is refused before anything heavy is imported."""
     num_tokens = file.train.batch_size * file.data.sequence_length
     if num_tokens > _MOST_TOKENS:
-        raise ConfigError(
-            f"{file.places.of('train.batch_size')}: 'train.batch_size' of {file.train.batch_size} sequences of "
-            f"{file.data.sequence_length} makes {num_tokens} tokens per micro-batch, of at most {_MOST_TOKENS}; lower "
-            "one of them"
+        file.fail(
+            "train.batch_size",
+            f"'train.batch_size' of {file.train.batch_size} sequences of {file.data.sequence_length} makes "
+            f"{num_tokens} tokens per micro-batch, of at most {_MOST_TOKENS}; lower one of them",
         )

@@ -16,24 +16,25 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowtide.cli.run_model import build_model, fresh_model, model_config
+from lowtide.cluster.sharded import Sharding, sharded_profile
 from lowtide.config.memory import BlocksOfRows, MemoryConfig, plan_from_rules
 from lowtide.config.run import NUM_BYTE_TOKENS, RunConfig, TrainConfig
 from lowtide.core.profile import Profile
+from lowtide.engines.bandwidth import cache_path, measure_link
+from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import sliced_where
 from lowtide.planner.advice import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
+from lowtide.profiling.fake.trace import trace
 from lowtide.profiling.observe_step import observe
+from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.timeline.hardware import Hardware, load_hardware
 from lowtide.timeline.step import Link
-
-if TYPE_CHECKING:
-    from lowtide.cluster.sharded import Sharding
 
 Say = Callable[[str], None]
 
@@ -90,8 +91,6 @@ def make_optimizer(model: torch.nn.Module, settings: TrainConfig) -> torch.optim
 
 def hardware_of_run(run: RunConfig) -> Hardware:
     """What is known about that device."""
-    from lowtide.runtime.autopilot.plan_model import hardware_of_device
-
     return load_hardware(hardware_of_device(device_of_run(run)))
 
 
@@ -115,8 +114,6 @@ def observe_run(run: RunConfig, *, say: Say) -> Profile:
 
 def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
-    from lowtide.profiling.fake.trace import trace
-
     _refuse_split_experts(run)
     _refuse_pipeline(run)
     say("building the model without weights")
@@ -132,39 +129,16 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
         return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """One parameter."""
-
-    count: int
-    """Elements."""
-    nbytes: int
-    is_in_layer: bool
-    """Inside a repeated block; else it is an embedding, a head or a norm at the end."""
-    is_trained: bool
-
-
-def weights_of_run(run: RunConfig, layers: Sequence[str]) -> list[Weight]:
-    """The parameters of the run's model, which is built without memory."""
+def weights_of_run(run: RunConfig) -> dict[str, torch.nn.Parameter]:
+    """The parameters of the run's model by name. They are built without memory."""
     with torch.device("meta"):
-        model = fresh_model(run, model_config(run), getattr(torch, run.model.dtype))
-    heads = tuple(f"{name}." for name in layers)
-    return [
-        Weight(
-            count=p.numel(),
-            nbytes=p.nbytes,
-            is_in_layer=name.startswith(heads),
-            is_trained=p.requires_grad,
-        )
-        for name, p in model.named_parameters()
-    ]
+        return dict(fresh_model(run, model_config(run), getattr(torch, run.model.dtype)).named_parameters())
 
 
 def layer_bytes(run: RunConfig, layers: Sequence[str]) -> dict[str, int]:
     """Bytes of the parameters of each of these layers, as the run has them."""
-    with torch.device("meta"):
-        modules = dict(fresh_model(run, model_config(run), getattr(torch, run.model.dtype)).named_modules())
-    return {name: sum(parameter.nbytes for parameter in modules[name].parameters()) for name in layers}
+    weights = weights_of_run(run)
+    return {layer: sum(p.nbytes for name, p in weights.items() if name.startswith(f"{layer}.")) for layer in layers}
 
 
 def _sliced_as_asked(run: RunConfig, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -200,9 +174,6 @@ def _as_trained(run: RunConfig, model: torch.nn.Module, device_type: str) -> Ite
 
 def link_of_device(run: RunConfig, device_type: str) -> Link:
     """The link of a device of this machine, measured or as it was measured before."""
-    from lowtide.engines.bandwidth import cache_path, measure_link
-    from lowtide.engines.choose import choose_engine
-
     device = device_of_run(run)
     if device.type != device_type:
         raise ConfigError(
@@ -257,15 +228,12 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
 
 
 def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
-    from lowtide.cluster.sharded import sharded_profile
 
     return sharded_profile(whole, layer_bytes(run, whole.layers), sharding_of(run, ranks))
 
 
 def sharding_of(run: RunConfig, ranks: int, replicas: int = 1) -> Sharding:
     """The run's parameters over so many ranks, of which each replica has as many."""
-    from lowtide.cluster.sharded import Sharding
-
     width = 2 if run.model.dtype == "bfloat16" else 4
     each: Any = {"stored_width": width, "gathered_width": width, "reduced_width": width}
     return Sharding(ranks=ranks // replicas, replicas=replicas, **each)

@@ -23,7 +23,7 @@ from pathlib import Path
 from lowtide.cluster.layout import Layout, schedules_of
 from lowtide.cluster.rank import Share
 from lowtide.cluster.search import ClusterPlan, LayoutPlan, Question
-from lowtide.config.schedules import SCHEDULES
+from lowtide.config.run import SCHEDULES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes

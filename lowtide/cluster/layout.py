@@ -25,8 +25,7 @@ from typing import Literal
 import numpy as np
 
 from lowtide.cluster.shape import ModelShape
-from lowtide.config.run import AXES, ParallelConfig
-from lowtide.config.schedules import SCHEDULES
+from lowtide.config.run import AXES, SCHEDULES, ParallelConfig
 from lowtide.errors import ConfigError
 from lowtide.pipeline.generators import MOST_FORWARDS, make_schedule
 from lowtide.pipeline.live_chunks import live_mixes

@@ -1,7 +1,7 @@
 """Settings into frozen dataclasses, strictly: every mistake is one line that says where, what, and how to fix it.
 
-What: `load_yaml` and `load_mapping` build any frozen dataclass by the types that its fields declare: `bool`, `int`,
-`float`, `str`, `Path`, `Literal`, enums, sizes (`ByteSize`), nested dataclasses, `tuple[T, ...]`, `tuple[A, B]`,
+What: `load_tree` and `load_mapping` build any frozen dataclass by the types that its fields declare: `bool`, `int`,
+`float`, `str`, `Path`, `Literal`, sizes (`ByteSize`), nested dataclasses, `tuple[T, ...]`,
 `dict[str, T]`, `Any`, and unions of these.
 Why: types come from the declaration, not from the look of the text, so `1e-4` is a number where a number is declared
 and `no` is text where text is declared; only `true` and `false` are booleans.
@@ -20,7 +20,6 @@ raise `FieldError`).
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import os
 import re
@@ -37,7 +36,6 @@ from lowtide.config.source import (
     RawValue,
     join_path,
     read_mapping,
-    read_yaml,
     shown,
     too_many_digits,
 )
@@ -89,12 +87,11 @@ class Locations:
         return join_path(self.prefix, path)
 
 
-def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None = None) -> T:
-    """Build `cls` from a YAML file, or from one top-level section of it (the other sections are not looked at).
+def load_tree(root: RawValue, cls: type[T], *, section: str | None = None) -> T:
+    """Build `cls` from the tree of a YAML file, or from one top-level section of it (the others are not looked at).
 
-    Raises `ConfigError`: file missing, empty or not YAML; section missing; any mistake in a key or value.
+    Raises `ConfigError`: section missing; any mistake in a key or value.
     """
-    root = read_yaml(path)
     if section is None:
         return typing.cast(T, _SettingsBuilder(in_file=True).build(root, cls, ""))
     if root.kind != "mapping":
@@ -110,11 +107,6 @@ def load_yaml(path: str | os.PathLike[str], cls: type[T], *, section: str | None
             raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
     keys = ", ".join(_keys(cls))
     raise ConfigError(f"{root.place}: missing section '{section}'; write '{section}:' and its keys below it: {keys}")
-
-
-def load_tree(root: RawValue, cls: type[T]) -> T:
-    """Build `cls` from the tree of a YAML file. Raises `ConfigError` for any mistake in a key or value."""
-    return typing.cast(T, _SettingsBuilder(in_file=True).build(root, cls, ""))
 
 
 def load_mapping(mapping: Mapping[str, Any], cls: type[T], *, where: str = "memory") -> T:
@@ -192,13 +184,7 @@ class _SettingsBuilder:
                     node.place, path, f"there is no user '{expanded.parts[0][1:]}'", " for ", "; write the path out"
                 )
             return expanded
-        if isinstance(want, type) and issubclass(want, enum.Enum):
-            for member in want:
-                if value is member or value == member.value:
-                    return member
-        assert want in (bool, int, float, str, Path, type(None)) or issubclass(want, enum.Enum), (
-            f"{path}: unsupported field type {want}"
-        )
+        assert want in (bool, int, float, str, Path, type(None)), f"{path}: unsupported field type {want}"
         self._wrong(node, want, path)
 
     def _check_text(self, value: str, node: RawValue, path: str) -> None:
@@ -274,15 +260,8 @@ class _SettingsBuilder:
     def _tuple(self, node: RawValue, want: Any, path: str) -> tuple[Any, ...]:
         if node.kind != "list":
             self._wrong(node, want, path)
-        members = get_args(want)
-        if members[-1] is Ellipsis:
-            members = (members[0],) * len(node.items)
-        if len(members) != len(node.items):
-            self._fail(node.place, path, f"expected a list of {len(members)}", " for ", f", not of {len(node.items)}")
-        return tuple(
-            self.build(item, member, join_path(path, index))
-            for index, (item, member) in enumerate(zip(node.items, members, strict=True))
-        )
+        member = get_args(want)[0]
+        return tuple(self.build(item, member, join_path(path, index)) for index, item in enumerate(node.items))
 
     def _dict(self, node: RawValue, want: Any, path: str) -> dict[str, Any]:
         if node.kind != "mapping":
@@ -415,8 +394,6 @@ def _choices(want: Any) -> list[str]:
         return [choice for member in get_args(want) for choice in _choices(member)]
     if origin is Literal:
         return [str(choice) for choice in get_args(want)]
-    if isinstance(want, type) and issubclass(want, enum.Enum):
-        return [str(member.value) for member in want]
     if want is bool:
         return ["true", "false"]
     return []

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lowtide.config.loader import BudgetSize, ByteSize, FieldError, Locations, load_mapping, load_yaml
+from lowtide.config.loader import BudgetSize, ByteSize, FieldError, Locations, load_mapping, load_tree
 from lowtide.config.source import RawValue, read_yaml
 from lowtide.core.budget import Budget, DeviceMemory, settle
 from lowtide.core.decisions import OptimizerPlacement
@@ -246,7 +246,8 @@ def load_memory(source: MemoryConfig | Mapping[str, Any] | str | os.PathLike[str
     elif isinstance(source, Mapping):
         config = load_mapping(source, MemoryConfig, where="memory")
     elif isinstance(source, str | os.PathLike):
-        config = load_yaml(source, MemoryConfig, section=_section_of(read_yaml(source)))
+        root = read_yaml(source)
+        config = load_tree(root, MemoryConfig, section=_section_of(root))
     else:
         raise ConfigError(f"memory: expected a plan, a mapping or the path of a YAML file, not {source!r}")
     config.rules()  # a malformed pattern is found when it is read, not when the model is there

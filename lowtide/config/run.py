@@ -8,6 +8,9 @@ looks for the best value. A value that is written is never changed. Sizes count 
 x `data` is the number of devices, and `expert` ranks are taken from `tensor` x `context` x `data`. `lowtide plan` reads
 this section; the trainer does where it has `shard`.
 Cost: none. Not covered: what keys of several sections mean together (cli/run_file.py).
+
+`SCHEDULES` is what run files, the search for a cluster and the generators have to know of each pipeline schedule; how
+one is made is in pipeline/generators.py.
 """
 
 from __future__ import annotations
@@ -20,8 +23,44 @@ from typing import Any, Literal, NoReturn
 
 from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
-from lowtide.config.schedules import SCHEDULES, ClusterSchedule, RunSchedule
 from lowtide.errors import ConfigError
+
+RunSchedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "one_stage_overlap"]
+"""Those that can be run, and so all that have a generator."""
+ClusterSchedule = Literal[
+    "auto", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "dualpipe", "one_stage_overlap"
+]
+"""Those that a plan for a cluster takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """What is known of a schedule before one is made."""
+
+    stages_per_rank: int | None
+    """None: as many as are asked for; 2, if nobody asks."""
+    has_pairs: bool = False
+    """Whether a forward and a backward run together, so that each hides the other's communication."""
+    is_searched: bool = True
+    """Whether the search for a cluster tries it where the run file leaves it open."""
+    is_for_one_rank: bool = False
+    played_as: str | None = None
+    """The schedule that stands for this one on a clock, if it has no generator of its own."""
+    upstream: str | None = None
+    """`pipeline_scheduler` of MindSpore Transformers."""
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(stages_per_rank=1, is_searched=False),
+    "1f1b": ScheduleKind(stages_per_rank=1, upstream="1f1b"),
+    "interleaved": ScheduleKind(stages_per_rank=None, upstream="1f1b"),
+    "zb_v": ScheduleKind(stages_per_rank=2, upstream="zero_bubble_v"),
+    "interleaved_overlap": ScheduleKind(stages_per_rank=None, has_pairs=True),
+    "dualpipev": ScheduleKind(stages_per_rank=2, has_pairs=True, upstream="zero_bubble_v"),
+    "dualpipe": ScheduleKind(stages_per_rank=2, has_pairs=True, played_as="dualpipev"),
+    "one_stage_overlap": ScheduleKind(stages_per_rank=1, has_pairs=True, is_for_one_rank=True),
+}
+"""In the order in which a search tries them."""
 
 DType = Literal["float32", "bfloat16"]
 Precision = Literal["float32", "bf16_autocast", "bf16"]
@@ -245,28 +284,20 @@ class PipelineConfig:
             raise FieldError("layers", "must be one number of layers for each stage, each at least 1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """A whole run file."""
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """A run file as it is written: `model` takes any key, because most of them belong to another library."""
 
-    model: ModelConfig
-    data: DataConfig
+    model: dict[str, Any]
     train: TrainConfig
+    data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig | None = None
     """None, and no sections: plain training, lowtide's runtime is not touched."""
     parallel: ParallelConfig | None = None
     """What `lowtide plan` plans for; with `shard`, also how the trainer shards the model over ranks."""
-    sections: Any = None
-    """`recompute_config` and `swap_config` (mindformers.schema.Sections), where the file has them."""
     pipeline: PipelineConfig | None = None
     """None: every rank has the whole model."""
-    output_dir: Path
-    """`train.output_dir`, or what it is when left out."""
     places: Locations = field(default_factory=Locations, compare=False)
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        return self.train.checkpoint_dir or self.output_dir / "checkpoints"
 
     @property
     def is_sharded(self) -> bool:
@@ -274,12 +305,27 @@ class RunConfig:
         return self.parallel is not None and self.parallel.shard is not None
 
     def fail(self, path: str, message: str) -> NoReturn:
-        """A mistake in `path` ("model.vocab_size") that could only be seen late."""
+        """A mistake in `path` ("model.vocab_size")."""
         raise self.mistake(path, message)
 
     def mistake(self, path: str, message: str) -> ConfigError:
         """The same, to be raised by the caller."""
         return ConfigError(f"{self.places.of(path)}: {message}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunFile):
+    """A whole run file, checked."""
+
+    model: ModelConfig  # type: ignore[assignment]
+    sections: Any = None
+    """`recompute_config` and `swap_config` (mindformers.schema.Sections), where the file has them."""
+    output_dir: Path
+    """`train.output_dir`, or what it is when left out."""
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.train.checkpoint_dir or self.output_dir / "checkpoints"
 
 
 def _within(config: Any, name: str, lowest: int) -> None:

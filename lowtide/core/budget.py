@@ -8,7 +8,7 @@ Why a headroom: a driver's context, workspaces of libraries, and free blocks tha
 Why plain numbers: a budget that was planned for is bytes. What was written is not stored, so that a plan means the same
 on every device. Cost: none.
 
-Not covered: who else takes memory of the device later; how much a device has (engines/device_memory.py, hardware
+Not covered: who else takes memory of the device later; how much a device has (engines/choose.py, hardware
 files).
 """
 
@@ -29,19 +29,8 @@ _SHARE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%", re.ASCII)
 _MOST_CHARACTERS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetShare:
-    """`90%` of the memory of a device."""
-
-    percent: Fraction
-    """Above 0, at most 100."""
-
-    def __str__(self) -> str:
-        return f"{float(self.percent):g}%"
-
-
-Budget = int | BudgetShare | Literal["auto"]
-"""Bytes, a share of what the device has, or what it has for this rank."""
+Budget = int | Fraction | Literal["auto"]
+"""Bytes, a share of what the device has in percent (above 0, at most 100), or what it has for this rank."""
 
 
 def parse_budget(value: int | str) -> Budget:
@@ -59,7 +48,7 @@ def parse_budget(value: int | str) -> Budget:
     percent = Fraction(match["number"])
     if not 0 < percent <= 100:
         raise ValueError(f"{text!r} is not a share of a device; write more than 0% and at most 100%, such as 90%")
-    return BudgetShare(percent)
+    return percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +73,11 @@ def settle(budget: Budget, memory: DeviceMemory) -> tuple[int, str]:
         return budget, ""
     total, free = memory.total_bytes, min(memory.free_bytes, memory.total_bytes)
     taken = f"; {format_bytes(total - free)} of it is taken by others" if total - free > total // 100 else ""
-    if isinstance(budget, BudgetShare):
-        nbytes = int(total * budget.percent / 100)
+    if isinstance(budget, Fraction):
+        nbytes, share = int(total * budget / 100), f"budget {float(budget):g}%"
         if nbytes <= 0:
-            raise ConfigError(f"budget {budget}: that is less than a byte {memory.where}; write a size such as 20GiB")
-        return nbytes, f"budget {budget} = {format_bytes(nbytes)}: of {format_bytes(total)} {memory.where}{taken}"
+            raise ConfigError(f"{share}: that is less than a byte {memory.where}; write a size such as 20GiB")
+        return nbytes, f"{share} = {format_bytes(nbytes)}: of {format_bytes(total)} {memory.where}{taken}"
     headroom = int(total * HEADROOM)
     left = free - headroom
     if left <= 0:

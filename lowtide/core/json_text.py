@@ -1,7 +1,7 @@
 """JSON text that people may have edited: a mistake is named with its line and column, or with the path of the value.
 
 What: `parse_json` reads a text. `build` makes a frozen dataclass of the document, by the types that its fields declare:
-`str`, `int`, `float`, `bool`, enums, `Literal`, nested dataclasses, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, Any]`,
+`str`, `int`, `float`, `bool`, enums, `Literal`, nested dataclasses, `tuple[T, ...]`, `dict[str, Any]`,
 `Any`, and unions with None. A value of another type is refused, not converted; numbers are finite.
 Not covered: what values mean together (`Profile` checks that itself); files that people write by hand (config/).
 """
@@ -78,7 +78,8 @@ def _reader(want: Any) -> _Read:
     if origin is Literal:
         return _one_of({choice: choice for choice in members})
     if origin is tuple:
-        return _rows(_reader(members[0])) if members[-1] is Ellipsis else _row([_reader(member) for member in members])
+        assert members[-1] is Ellipsis, f"unsupported field type {want}"
+        return _rows(_reader(members[0]))
     if hasattr(want, "from_plain"):
         return typing.cast(_Read, want.from_plain)
     if dataclasses.is_dataclass(want):
@@ -125,15 +126,6 @@ def _rows(read_one: _Read) -> _Read:
         except Mistake as mistake:
             raise Mistake(mistake.text, len(made), *mistake.path) from None
         return tuple(made)
-
-    return read
-
-
-def _row(readers: list[_Read]) -> _Read:
-    def read(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple) or len(value) != len(readers):
-            raise Mistake(f"expected a list of {len(readers)}, not {_shown(value)}")
-        return tuple(read_one(item) for read_one, item in zip(readers, value, strict=True))
 
     return read
 

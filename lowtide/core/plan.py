@@ -36,6 +36,8 @@ from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
 
 SCHEMA = 2
+_LEFT_OUT = ("loss_rows", "layer_rows", "weights", "audited_peak_bytes")
+"""Where there are none, the key is not in the file, and no activation has a key `codec`: as older versions wrote it."""
 _NOTICED = 0.0005
 """Share of the step below which a number is not worth a word."""
 
@@ -55,33 +57,33 @@ class Plan:
 
     layers: tuple[str, ...]
     """Dotted names of the layers, in order of the forward pass."""
-    rules: Rules = field(default_factory=Rules)
     min_bytes: int
     """Storages smaller than this are kept."""
     host_budget_bytes: int | None = None
     disk_budget_bytes: int | None = None
     disk_path: str | None = None
-    sites: tuple[SiteDecision, ...] = ()
-    """In order of production; empty until a step was observed."""
+    rules: Rules = field(default_factory=Rules)
     is_solved: bool = False
     """True when `sites` decides (a solver made it); else the rules decide, and `sites` shows what came of them."""
     check: Literal["full", "deep"] = "full"
     """How recipes are proven in planned steps: 'full' (every forward pass) or 'deep' (every byte)."""
-    budget_bytes: int | None = None
-    predicted: Prediction | None = None
-    account: tuple[AccountLine, ...] = ()
     loss: str = "plain"
     """'sliced': the loss of the model in slices of rows, which has the same bits."""
     loss_rows: int | None = None
     """Of a block of head and loss (`memory.loss: {rows: ...}`), on which the bits depend; None: the head is whole."""
     layer_rows: int | None = None
     """Of a block of a layer (`memory.rows`), likewise."""
+    budget_bytes: int | None = None
+    predicted: Prediction | None = None
+    account: tuple[AccountLine, ...] = ()
     optimizer: OptimizerPlacement | None = None
     """Where the optimizer's state is between steps; None: it stays where it is."""
     weights: WeightsPlacement | None = None
     """Where the weights of layers are between their turns; None: they stay."""
     audited_peak_bytes: int | None = None
     """The peak of steps in which every live byte was counted (`tide.audit()`), to stand beside the predicted one."""
+    sites: tuple[SiteDecision, ...] = ()
+    """In order of production; empty until a step was observed."""
 
     def with_sites(self, sites: Iterable[SiteDecision]) -> Plan:
         """The same plan with what was observed."""
@@ -129,28 +131,12 @@ class Plan:
 
     def to_json(self) -> str:
         """JSON text with two-space indentation and a fixed order of keys; `Plan.from_json` gives back an equal plan."""
-        document = {
-            "schema": SCHEMA,
-            "digest": self.digest(),
-            "layers": self.layers,
-            "min_bytes": self.min_bytes,
-            "host_budget_bytes": self.host_budget_bytes,
-            "disk_budget_bytes": self.disk_budget_bytes,
-            "disk_path": self.disk_path,
-            "rules": self.rules.to_plain(),
-            "is_solved": self.is_solved,
-            "check": self.check,
-            "loss": self.loss,
-            **self._rows(),
-            "budget_bytes": self.budget_bytes,
-            "predicted": None if self.predicted is None else dataclasses.asdict(self.predicted),
-            "account": [dataclasses.asdict(line) for line in self.account],
-            "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
-            **({} if self.weights is None else {"weights": dataclasses.asdict(self.weights)}),
-            **({} if self.audited_peak_bytes is None else {"audited_peak_bytes": self.audited_peak_bytes}),
-            "sites": [_site_to_dict(site) for site in self.sites],
-        }
-        return json.dumps(document, indent=2) + "\n"
+        fields = dataclasses.asdict(self) | {"rules": self.rules.to_plain()}
+        written = {key: value for key, value in fields.items() if value is not None or key not in _LEFT_OUT}
+        for site in written["sites"]:
+            if site["codec"] is None:
+                del site["codec"]
+        return json.dumps({"schema": SCHEMA, "digest": self.digest(), **written}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -184,14 +170,6 @@ def _agreed(site: SiteDecision) -> tuple[Any, ...]:
     """What all ranks must agree on about one site."""
     codec = () if site.codec is None else (site.codec.kind,)
     return (site.name, site.fate.value, site.tier, site.prefetch, site.leave, *codec)
-
-
-def _site_to_dict(site: SiteDecision) -> dict[str, Any]:
-    """Without a codec where it has none, as plans were written before there were any."""
-    entry = dataclasses.asdict(site)
-    if site.codec is None:
-        del entry["codec"]
-    return entry
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 What: `align` makes lines of a table from its cells; `wrapped` breaks lines of prose, so that what is printed fits the
 terminal that it is printed to; `runs` and `layers_label` put equal layers into one row. Without a width every line is
 as long as it is, so that a pipe or a file has one line for each row.
-How: a table that is wider than the width first breaks its head and the last column, if that is text. If the last column
-would become narrower than `_LEAST_TEXT`, it goes under its row instead, indented, and other columns of text are broken
-where that is needed, the widest first. Then columns come closer. Numbers are never broken. What does not fit even so
+How: of a table that is wider than the width the last column, if that is text, goes under its row, indented, and other
+columns of text are broken where that is needed, the widest first. Numbers are never broken. What does not fit even so
 becomes one paragraph for each row.
 Cost: linear in the cells, with a small factor. Not covered: words longer than the width, which stay whole; characters
 that are two columns wide.
@@ -19,9 +18,8 @@ from collections.abc import Hashable, Iterable, Sequence
 
 Cells = Sequence[tuple[str, ...]]
 
-_GAPS = (2, 1)
-"""Blanks between columns; the second where a table does not fit with the first."""
-_LEAST_TEXT = 24
+_GAP = 2
+"""Blanks between columns."""
 _INDENT = "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|ms|µs|s|%)(?![^\s;:,.)]))")
 """The blank between a number and its unit: no line is broken there."""
@@ -34,21 +32,19 @@ def align(cells: Cells, *, numeric: tuple[int, ...], width: int | None = None) -
     `width`: the most characters of a line, as far as words allow it; None: as many as there are.
     """
     natural = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    if width is None or _total(natural, _GAPS[0]) <= width:
-        return _lines(cells, natural, numeric, _GAPS[0])
-    if (widths := _fitted(cells, numeric, width, _GAPS[0], is_first=True)) is not None:
-        return _lines(cells, widths, numeric, _GAPS[0])
-    has_notes = len(cells[0]) - 1 not in numeric
+    if width is None or _total(natural) <= width:
+        return _lines(cells, natural, numeric)
+    has_notes = len(cells[0]) > 1 and len(cells[0]) - 1 not in numeric
     body = [row[:-1] for row in cells] if has_notes else cells
-    for gap in _GAPS:
-        if (widths := _fitted(body, numeric, width, gap)) is not None:
-            notes = [row[-1] if has_notes else "" for row in cells[1:]]
-            lines = _lines(body[:1], widths, numeric, gap)
-            for row, note in zip(body[1:], notes, strict=True):
-                lines += _lines([row], widths, numeric, gap)
-                lines += wrapped([f"{_INDENT}{note}"], width, indent=_INDENT) if note else []
-            return lines
-    return [line for row in cells[1:] for line in wrapped([_paragraph(cells[0], row)], width, indent=_INDENT)]
+    widths = _fitted(body, numeric, width)
+    if widths is None:
+        return [line for row in cells[1:] for line in wrapped([_paragraph(cells[0], row)], width, indent=_INDENT)]
+    lines = _lines(body[:1], widths, numeric)
+    for row, whole in zip(body[1:], cells[1:], strict=True):
+        lines += _lines([row], widths, numeric)
+        if has_notes and whole[-1]:
+            lines += wrapped([f"{_INDENT}{whole[-1]}"], width, indent=_INDENT)
+    return lines
 
 
 def wrapped(lines: Iterable[str], width: int | None, *, indent: str | None = None) -> list[str]:
@@ -76,31 +72,22 @@ def _words(text: str, width: int, *, first: str = "", later: str = "") -> list[s
     return [line.replace(_NO_BREAK, " ") for line in lines] or [""]
 
 
-def _total(widths: Sequence[int], gap: int) -> int:
-    return sum(widths) + gap * (len(widths) - 1)
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
 
 
-def _fitted(
-    cells: Cells, numeric: tuple[int, ...], width: int, gap: int, *, is_first: bool = False
-) -> list[int] | None:
-    """Widths of columns whose sum is at most `width`; None where words and numbers are too long for it. In the first
-    attempt only the last column is broken, and keeps `_LEAST_TEXT` characters."""
+def _fitted(cells: Cells, numeric: tuple[int, ...], width: int) -> list[int] | None:
+    """Widths of columns whose sum is at most `width`; None where words and numbers are too long for it."""
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     least = [_least(column, number in numeric) for number, column in enumerate(columns)]
-    last = len(columns) - 1
-    if is_first:
-        texts = [column for column in range(last) if column not in numeric]
-        least = [wide if column in texts else low for column, (low, wide) in enumerate(zip(least, widths, strict=True))]
-        if last not in numeric:
-            least[last] = max(least[last], min(_LEAST_TEXT, widths[last]))
-    if _total(least, gap) > width:
+    if _total(least) > width:
         return None
     for column in sorted(numeric, key=lambda column: least[column] - widths[column]):
-        if _total(widths, gap) > width:
+        if _total(widths) > width:
             widths[column] = least[column]
-    while _total(widths, gap) > width:
-        widths[max((c for c in range(last + 1) if widths[c] > least[c]), key=lambda c: widths[c])] -= 1
+    while _total(widths) > width:
+        widths[max((c for c in range(len(widths)) if widths[c] > least[c]), key=lambda c: widths[c])] -= 1
     return widths
 
 
@@ -111,7 +98,7 @@ def _least(column: Sequence[str], is_numeric: bool) -> int:
     return max([*words, *(len(text) for text in column[1:] if is_numeric)], default=0)
 
 
-def _lines(cells: Cells, widths: Sequence[int], numeric: tuple[int, ...], gap: int) -> list[str]:
+def _lines(cells: Cells, widths: Sequence[int], numeric: tuple[int, ...]) -> list[str]:
     lines: list[str] = []
     for row in cells:
         broken = [[text] if len(text) <= wide else _words(text, wide) for text, wide in zip(row, widths, strict=True)]
@@ -121,7 +108,7 @@ def _lines(cells: Cells, widths: Sequence[int], numeric: tuple[int, ...], gap: i
                 text.rjust(wide) if column in numeric else text.ljust(wide)
                 for column, (text, wide) in enumerate(zip(texts, widths, strict=True))
             )
-            lines.append((" " * gap).join(padded).rstrip())
+            lines.append((" " * _GAP).join(padded).rstrip())
     return lines
 
 

@@ -42,14 +42,15 @@ import torch
 
 from lowtide.core.fate import Tier
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Bandwidth, Event, Lane, Slot
-from lowtide.engines.device_ops import CopyPairs, DeviceOps, RawEvent, StallMeter, Stream, TorchDevice
+from lowtide.engines.base import Event, Lane, Slot
+from lowtide.engines.device_ops import CopyPairs, StallMeter, TorchDevice
 from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, CopyLane, Mark, Staging
 from lowtide.engines.tiers.arena import Arena, Block
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_limit import Cap, host_limit
 from lowtide.errors import ConfigError, TierFull
 from lowtide.tensors.view import byte_view
+from lowtide.timeline.step import Link
 
 COPY_BYTES = 64 * 2**20
 """Largest single transfer. Lanes have streams of their own, so nothing urgent waits behind it. To be measured."""
@@ -73,7 +74,7 @@ class AcceleratorEngine:
         host_budget_bytes: int | None = None,
         disk: DiskTier | None = None,
         *,
-        ops: DeviceOps | None = None,
+        ops: TorchDevice | None = None,
         cap: Cap | None = None,
     ) -> None:
         self._ops = ops if ops is not None else TorchDevice(device)
@@ -86,7 +87,7 @@ class AcceleratorEngine:
         self._arena = Arena(host_cap, self._ops.new_slab)
         self._lanes = {lane: CopyLane(lane, self._ops) for lane in (Lane.OUT, Lane.IN)}
         # The stream that the model is expected to run on, and any others that it was seen on.
-        self._compute_streams: list[Stream] = [self._ops.current_stream()]
+        self._compute_streams: list[torch.Stream] = [self._ops.current_stream()]
         self._stalls = StallMeter(self._ops)
         self._disk = disk
         self._stage_blocks: list[Block] = []
@@ -174,7 +175,7 @@ class AcceleratorEngine:
 
     # -- order ---------------------------------------------------------------------------------------------------------
 
-    def compute_stream(self) -> Stream:
+    def compute_stream(self) -> torch.Stream:
         stream = self._ops.current_stream()
         if stream not in self._compute_streams:
             self._compute_streams.append(stream)
@@ -189,7 +190,7 @@ class AcceleratorEngine:
         raw = (self._recorded(copy_lane.stream),) if job is None else ()
         return Mark(lane, raw, job, copy_lane.last_copy)
 
-    def _recorded(self, stream: Stream) -> RawEvent:
+    def _recorded(self, stream: torch.Stream) -> torch.Event:
         event = self._ops.new_event()
         event.record(stream)
         return event
@@ -262,12 +263,12 @@ class AcceleratorEngine:
     def stall_seconds(self) -> float:
         return self._stalls.seconds()
 
-    def mark_time(self) -> RawEvent:
+    def mark_time(self) -> torch.Event:
         event = self._ops.new_event(timing=True)
         event.record(self._ops.current_stream())
         return event
 
-    def seconds_between(self, start: RawEvent, end: RawEvent) -> float | None:
+    def seconds_between(self, start: torch.Event, end: torch.Event) -> float | None:
         return start.elapsed_time(end) / 1e3 if start.query() and end.query() else None
 
     def forget_free_memory(self) -> bool:
@@ -276,7 +277,7 @@ class AcceleratorEngine:
     def is_capturing(self) -> bool:
         return self._ops.is_capturing()
 
-    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
+    def probe_bandwidth(self, nbytes: int) -> Link:
         """Copies a buffer of `nbytes` each way, `PROBE_ROUNDS` times, both ways at once, after one round unmeasured.
         Takes `2 * nbytes` on the device and on the host for its duration; raises `TierFull` if the host has no room."""
         assert all(lane.open_job() is None for lane in self._lanes.values()), "the lanes are busy with the disk"
@@ -290,7 +291,7 @@ class AcceleratorEngine:
         finally:
             self.free(out_slot)
         moved_bytes = PROBE_ROUNDS * nbytes
-        return Bandwidth(out_bytes_per_second=moved_bytes / out_seconds, in_bytes_per_second=moved_bytes / in_seconds)
+        return Link(out_bytes_per_second=moved_bytes / out_seconds, in_bytes_per_second=moved_bytes / in_seconds)
 
     def _time_copies(self, nbytes: int, out_slot: Slot, in_slot: Slot) -> tuple[float, float]:
         source = self.new_buffer(nbytes, self._ops.device)

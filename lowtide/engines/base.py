@@ -29,6 +29,7 @@ import torch
 
 from lowtide.core.plan import Plan
 from lowtide.engines.tiers.host_limit import Cap
+from lowtide.timeline.step import Link
 
 
 class Lane(enum.Enum):
@@ -51,16 +52,6 @@ class Slot:
 
 Event: TypeAlias = Any
 """A point in a lane. Opaque to the runtime: only the engine that recorded it can query it or wait for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bandwidth:
-    """Measured bytes per second in each direction, both directions busy at once."""
-
-    out_bytes_per_second: float
-    in_bytes_per_second: float
-    page_fault_seconds_per_byte: float = 0.0
-    """See `timeline.step.Link`."""
 
 
 class Engine(Protocol):
@@ -164,8 +155,8 @@ class Engine(Protocol):
     def is_capturing(self) -> bool:
         """Whether what the caller launches is only recorded, to be replayed later as a graph of the device."""
 
-    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
-        """Move `nbytes` in both directions at once and report what each direction reached."""
+    def probe_bandwidth(self, nbytes: int) -> Link:
+        """Move `nbytes` in both directions at once and report what each direction reached, and page faults cost."""
 
     def another(self, plan: Plan) -> Engine:
         """A new engine of this kind, on the same device, with the tiers that `plan` asks for. It shares `caps`."""

@@ -33,7 +33,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -47,13 +47,13 @@ STALL_RING = 1024
 class StallMeter:
     """Sums the device time that the compute stream spent in waits."""
 
-    def __init__(self, ops: DeviceOps) -> None:
+    def __init__(self, ops: TorchDevice) -> None:
         self._ops = ops
-        self._pairs: deque[tuple[RawEvent, RawEvent]] = deque()
-        self._pool: deque[tuple[RawEvent, RawEvent]] = deque()
+        self._pairs: deque[tuple[torch.Event, torch.Event]] = deque()
+        self._pool: deque[tuple[torch.Event, torch.Event]] = deque()
         self._seconds = 0.0
 
-    def wait(self, stream: Stream, event: RawEvent) -> None:
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
         """Make `stream` wait for `event`, and time it."""
         self._read(2)  # more than comes in, so that the ring empties as the device catches up
         if len(self._pairs) >= STALL_RING:
@@ -70,7 +70,7 @@ class StallMeter:
         self._read(len(self._pairs))
         return self._seconds
 
-    def _new(self) -> RawEvent:
+    def _new(self) -> torch.Event:
         return self._ops.new_event(timing=True)
 
     def _read(self, at_most: int) -> None:
@@ -81,70 +81,12 @@ class StallMeter:
             at_most -= 1
 
 
-class RawEvent(Protocol):
-    """What is used of `torch.Event`."""
-
-    def record(self, stream: Any) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
-
-
-class Stream(Protocol):
-    """What is used of `torch.Stream`."""
-
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-
 CopyPairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(target, source) pairs of uint8 tensors of equal length."""
 
 
-class DeviceOps(Protocol):
-    """The device as the engine sees it."""
-
-    device: torch.device
-    local_cpus: frozenset[int] | None
-    """The CPUs near it; None where the system does not say."""
-
-    def current_stream(self) -> Stream:
-        """The calling thread's current stream: the compute lane."""
-
-    def new_stream(self) -> Stream:
-        """A stream that no computation uses."""
-
-    def new_event(self, *, timing: bool = False) -> RawEvent:
-        """An event that has not been recorded."""
-
-    def copy(self, stream: Stream, pairs: CopyPairs) -> None:
-        """Enqueue copies on `stream`, from any thread, without blocking it. Host memory in them is pinned."""
-
-    def new_storage(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """Device memory from the allocator's pool of the current stream."""
-
-    def new_slab(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory, near the device. Raises RuntimeError where the machine has no more."""
-
-    def in_place(self, pinned: torch.Tensor) -> torch.UntypedStorage:
-        """The memory of `pinned` (bytes) as memory of the device, kept alive by it. Raises ConfigError where the device
-        has no call for it."""
-
-    def enter_thread(self) -> None:
-        """To be called once by each thread of ours that will copy."""
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream records a graph; False on devices that have none."""
-
-    def allocated_bytes(self, which: str) -> int | None:
-        """What the allocator has given out: 'current', or 'peak' since `reset_peak`. None where it does not count."""
-
-    def reset_peak(self) -> None:
-        """Start a new peak."""
-
-
 class TorchDevice:
-    """`DeviceOps` on whatever accelerator this torch was built for."""
+    """The device as the engine sees it: whatever accelerator this torch was built for. Tests have simulated ones."""
 
     def __init__(self, device: torch.device) -> None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -157,17 +99,22 @@ class TorchDevice:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self.local_cpus = cpus_near(self.device)
+        """The CPUs near it; None where the system does not say."""
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> torch.Stream:
+        """The calling thread's current stream: the compute lane."""
         return torch.accelerator.current_stream(self.device)
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> torch.Stream:
+        """A stream that no computation uses."""
         return torch.Stream(self.device)
 
-    def new_event(self, *, timing: bool = False) -> RawEvent:
+    def new_event(self, *, timing: bool = False) -> torch.Event:
+        """An event that has not been recorded."""
         return torch.Event(self.device, enable_timing=timing)
 
     def copy(self, stream: Any, pairs: CopyPairs) -> None:
+        """Enqueue copies on `stream`, from any thread, without blocking it. Host memory in them is pinned."""
         # Setting a stream also makes its device the current one. The guard goes back without opening a context on the
         # caller's device, where there was none; `set_device_index` would.
         with torch.accelerator.device_index(self.device.index):
@@ -180,9 +127,11 @@ class TorchDevice:
                 torch.accelerator.set_stream(previous)
 
     def new_storage(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Device memory from the allocator's pool of the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def new_slab(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory, near the device. Raises RuntimeError where the machine has no more."""
         if self.local_cpus is None:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return _in_thread_on(self.local_cpus, lambda: self._new_slab_here(nbytes))
@@ -192,6 +141,8 @@ class TorchDevice:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def in_place(self, pinned: torch.Tensor) -> torch.UntypedStorage:
+        """The memory of `pinned` (bytes) as memory of the device, kept alive by it. Raises ConfigError where the device
+        has no call for it."""
         if self.device.type != "cuda":
             raise ConfigError(
                 f"lowtide.swap_optimizer: tier 'mapped': kernels of '{self.device.type}' cannot be shown main memory "
@@ -203,17 +154,21 @@ class TorchDevice:
         return torch.as_tensor(shown, device=self.device).untyped_storage()
 
     def enter_thread(self) -> None:
+        """To be called once by each thread of ours that will copy."""
         # A new thread starts on device 0; working there would open a context on a device that may be another rank's.
         torch.accelerator.set_device_index(self.device.index)
 
     def is_capturing(self) -> bool:
+        """Whether the current stream records a graph; False on devices that have none."""
         asked = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
         return asked is not None and asked()
 
     def allocated_bytes(self, which: str) -> int | None:
+        """What the allocator has given out: 'current', or 'peak' since `reset_peak`. None where it does not count."""
         return allocated_bytes(self._memory_modules(), self.device, which)
 
     def reset_peak(self) -> None:
+        """Start a new peak."""
         reset_peak(self._memory_modules(), self.device)
 
     def _memory_modules(self) -> tuple[Any, ...]:
@@ -222,7 +177,7 @@ class TorchDevice:
 
 
 def allocated_bytes(modules: Sequence[Any], device: torch.device, which: str) -> int | None:
-    """See `DeviceOps.allocated_bytes`: from the first of these modules that knows.
+    """See `TorchDevice.allocated_bytes`: from the first of these modules that knows.
 
     The nested statistics are what the allocator has; the flat ones are sorted copies, dear if asked for at each layer.
     """

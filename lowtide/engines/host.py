@@ -30,12 +30,13 @@ from typing import cast
 import torch
 
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Bandwidth, Event, Lane, Slot
+from lowtide.engines.base import Event, Lane, Slot
 from lowtide.engines.staging import CopyLane, Mark
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, configure_malloc, page_fault_seconds_per_byte
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.tensors.view import byte_view
+from lowtide.timeline.step import Link
 
 IDLE_BUFFER_BYTES = 16 << 20
 """Unused fetch buffers kept for reuse."""
@@ -187,7 +188,7 @@ class HostEngine:
     def is_capturing(self) -> bool:
         return False
 
-    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
+    def probe_bandwidth(self, nbytes: int) -> Link:
         """Write and read about `nbytes` each way at once. Takes two such slots of disk for the moment."""
         size = min(nbytes, _PROBE_COPY_BYTES)
         count = max(nbytes // size, 1)
@@ -217,7 +218,7 @@ class HostEngine:
 
     def _probe(
         self, outgoing: list[Slot], incoming: list[Slot], source: torch.UntypedStorage, target: torch.UntypedStorage
-    ) -> Bandwidth:
+    ) -> Link:
         for slot in incoming:
             self.copy_out(source, slot)
         self.wait(Lane.COMPUTE, self.record(Lane.OUT))
@@ -236,7 +237,7 @@ class HostEngine:
         rates = [sum(slot.nbytes for slot in outgoing) / (ends[lane] - started) for lane in (Lane.OUT, Lane.IN)]
         if len(self._touched) < _NUM_TOUCHES:
             self._touched.append(page_fault_seconds_per_byte() if self.trimmer.works else 0.0)
-        return Bandwidth(
+        return Link(
             out_bytes_per_second=rates[0],
             in_bytes_per_second=rates[1],
             page_fault_seconds_per_byte=statistics.median(self._touched),

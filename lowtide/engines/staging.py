@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from lowtide.engines.base import Lane
-from lowtide.engines.device_ops import DeviceOps, RawEvent, Stream
+from lowtide.engines.device_ops import TorchDevice
 from lowtide.engines.tiers.disk import DiskTier
 from lowtide.engines.tiers.host_limit import stay_on
 
@@ -43,7 +43,7 @@ class Job:
     def __init__(self, work: Callable[[], object]) -> None:
         self.work: Callable[[], object] | None = work
         self.settled = threading.Event()
-        self.tail: RawEvent | None = None
+        self.tail: torch.Event | None = None
         self.error: BaseException | None = None
         self.is_started = False
 
@@ -53,14 +53,14 @@ class Mark:
 
     __slots__ = ("copy", "is_cancelled", "job", "lane", "raw")
 
-    def __init__(self, lane: Lane, raw: tuple[RawEvent, ...], job: Job | None, copy: Job | None) -> None:
+    def __init__(self, lane: Lane, raw: tuple[torch.Event, ...], job: Job | None, copy: Job | None) -> None:
         self.lane = lane
         self.raw = raw
         self.job = job
         self.copy = copy  # the last copy before this point, where that was a job
         self.is_cancelled = False
 
-    def device_events(self) -> tuple[RawEvent, ...]:
+    def device_events(self) -> tuple[torch.Event, ...]:
         """What a stream can wait for; nothing when the job has not settled, or there is no working device."""
         if self.job is None:
             return self.raw
@@ -78,7 +78,7 @@ class Mark:
 class CopyLane:
     """A lane's thread, which carries out jobs first come first served, and, with `ops`, its stream."""
 
-    def __init__(self, lane: Lane, ops: DeviceOps | None = None) -> None:
+    def __init__(self, lane: Lane, ops: TorchDevice | None = None) -> None:
         self.lane = lane
         self.stream: Any = None if ops is None else ops.new_stream()
         self.last_copy: Job | None = None
@@ -178,7 +178,7 @@ class CopyLane:
 class _Stage:
     """One pinned chunk, and the event of the last copy from or to it."""
 
-    def __init__(self, memory: torch.Tensor, event: RawEvent) -> None:
+    def __init__(self, memory: torch.Tensor, event: torch.Event) -> None:
         self.memory = memory
         self.address = memory.data_ptr()
         self.event = event
@@ -194,7 +194,7 @@ class _Stage:
 class Staging:
     """One direction's ring. Used by one worker thread only."""
 
-    def __init__(self, ops: DeviceOps, stream: Stream, disk: DiskTier, chunks: list[torch.Tensor]) -> None:
+    def __init__(self, ops: TorchDevice, stream: torch.Stream, disk: DiskTier, chunks: list[torch.Tensor]) -> None:
         self._ops = ops
         self._stream = stream
         self._disk = disk

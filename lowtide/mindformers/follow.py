@@ -327,15 +327,11 @@ def sections_in(memory: Any) -> Sections | None:
         newer = {key: value for key, value in memory.items() if is_newer(key, value)}
         if not newer and not any(key in SECTIONS for key in memory):
             return None
-        unknown = [key for key in memory if key not in (*(newer or SECTIONS), "compat")]
+        written = {key: value for key, value in memory.items() if key in (newer or SECTIONS)}
+        unknown = [key for key in memory if key not in written and key != "compat"]
         if unknown:
             raise ConfigError(f"{unknown[0]}: cannot stand beside {' and '.join(newer or SECTIONS)}")
-        return Sections(
-            newer=newer or None,
-            recompute_config=memory.get("recompute_config"),
-            swap_config=memory.get("swap_config"),
-            compat=bool(memory.get("compat", False)),
-        )
+        return Sections(written=written, compat=bool(memory.get("compat", False)))
     if isinstance(memory, str) or hasattr(memory, "__fspath__"):
         root = read_yaml(memory)
         return read_sections(memory, root) if has_sections(root) else None

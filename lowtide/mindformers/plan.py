@@ -37,10 +37,10 @@ from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Recipe
 from lowtide.core.rules import Rule, Rules
 from lowtide.errors import ConfigError
-from lowtide.mindformers.plan_rows import FilePlan, Row, prefetch_of, row_of
+from lowtide.mindformers.plan_rows import FilePlan, Row, prefetch_of, rows_of_step
 from lowtide.mindformers.schema import LayerPlan, Resolution
-from lowtide.mindformers.schema.flow import LAYER
 from lowtide.mindformers.schema.issues import layers_text
+from lowtide.mindformers.schema.names import LAYER
 from lowtide.planner.problem import needed_retained_inputs
 
 _KERNEL, _AFTER_KERNEL = "self_attn.sdpa", "self_attn.o_proj"
@@ -107,7 +107,7 @@ class _Planner:
             is_solved=True,
             loss=self.profile.loss,
         )
-        return FilePlan(plan=plan, rows=tuple(self._rows()), notes=tuple(self.notes))
+        return FilePlan(plan=plan, rows=self._rows(), notes=tuple(self.notes))
 
     def _layer_rule(self, layer: LayerPlan) -> Rule:
         pattern = Pattern.parse(self.names[layer.index])
@@ -290,39 +290,25 @@ class _Planner:
             )
         return tuple(result)
 
-    def _rows(self) -> list[Row]:
-        rows = []
+    def _rows(self) -> tuple[Row, ...]:
         sizes: dict[tuple[int, str, Fate], int] = {}
         reasons: dict[tuple[int, str], str] = {}
         issued: dict[tuple[int, str], list[Site]] = {}
         for node in self.profile.sites:
-            fate_of_node = self.fates.get(node.name)
-            if fate_of_node is None or fate_of_node.part is None:
+            fate = self.fates.get(node.name)
+            if fate is None or fate.part is None:
                 continue
-            if fate_of_node.is_collective:
-                issued.setdefault(fate_of_node.part, []).append(node)
+            if fate.is_collective:
+                issued.setdefault(fate.part, []).append(node)
                 continue
-            sizes[(*fate_of_node.part, fate_of_node.fate)] = (
-                sizes.get((*fate_of_node.part, fate_of_node.fate), 0) + node.nbytes
-            )
-            if fate_of_node.fate is Fate.KEEP:
-                reasons.setdefault(fate_of_node.part, fate_of_node.reason)
-        for layer in self.resolution.layers:
-            recomputed = [LAYER] if layer.full_recompute else layer.recompute_ops
-            named = [(part, Fate.RECOMPUTE) for part in recomputed] + [(part, Fate.SWAP) for part in layer.swap_ops]
-            for part, fate in named:
-                nbytes = sizes.get((layer.index, part, fate), 0)
-                row = row_of(layer, part, fate, nbytes, reasons.get((layer.index, part)))
-                rows.append(dataclasses.replace(row, prefetch_unit=self.resolution.prefetch_unit))
-            for part in layer.comm_recompute_ops:
-                made = issued.get((layer.index, part))
-                if made:
-                    nbytes = sum(node.nbytes for node in made)
-                    why = f"{layer.comm_why[part]} ({recomputed_collectives(made)})"
-                    rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=nbytes))
-            for part, why in layer.swap_lost.items():
-                rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=0))
-        return rows
+            key = (*fate.part, fate.fate)
+            sizes[key] = sizes.get(key, 0) + node.nbytes
+            if fate.fate is Fate.KEEP:
+                reasons.setdefault(fate.part, fate.reason)
+        made = {
+            part: (sum(node.nbytes for node in nodes), recomputed_collectives(nodes)) for part, nodes in issued.items()
+        }
+        return tuple(rows_of_step(self.resolution, sizes, reasons, made))
 
 
 def _is_rerun(layer: LayerPlan) -> bool:

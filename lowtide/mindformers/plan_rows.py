@@ -5,15 +5,14 @@ What: one row for each part of a layer that a rule names, with its fate, its byt
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.text_table import align
 from lowtide.mindformers.schema import LayerPlan, Resolution
-from lowtide.mindformers.schema.flow import LAYER
+from lowtide.mindformers.schema.names import LAYER
 from lowtide.units import format_bytes
 
 
@@ -71,37 +70,54 @@ def rows_without_step(resolution: Resolution) -> tuple[Row, ...]:
     """The rows without bytes: what names and rules alone say."""
     rows = []
     for layer in resolution.layers:
-        for part in [LAYER] if layer.full_recompute else layer.recompute_ops:
-            rows.append(Row(layer=layer.index, part=part, fate="recompute", why=layer.why[part], nbytes=None))
+        said = [(part, "recompute", layer.why[part]) for part in _recomputed(layer)]
         for part in layer.comm_recompute_ops:
-            why = f"{layer.comm_why[part]} (its collectives are recomputed)"
-            rows.append(Row(layer=layer.index, part=part, fate="recompute", why=why, nbytes=None))
-        for part, written in layer.swap_ops.items():
+            said.append((part, "recompute", f"{layer.comm_why[part]} (its collectives are recomputed)"))
+        for part in layer.swap_ops:
             reader = layer.swap_stays.get(part)
-            if reader is not None:
-                why = f"{layer.why[part]}: '{reader}' reads it and is recomputed"
-                rows.append(Row(layer=layer.index, part=part, fate="keep", why=why, nbytes=None))
-                continue
-            distance = prefetch_of(written)
-            why = layer.why[part]
-            unit = resolution.prefetch_unit
-            row = Row(layer=layer.index, part=part, fate="swap", why=why, nbytes=None, prefetch=distance)
-            rows.append(dataclasses.replace(row, prefetch_unit=unit))
-        for part, why in layer.swap_lost.items():
-            rows.append(Row(layer=layer.index, part=part, fate="keep", why=f"not swapped: {why}", nbytes=None))
+            if reader is None:
+                said.append((part, "swap", layer.why[part]))
+            else:
+                said.append((part, "keep", f"{layer.why[part]}: '{reader}' reads it and is recomputed"))
+        said += [(part, "keep", f"not swapped: {why}") for part, why in layer.swap_lost.items()]
+        rows += [_row(resolution, layer, part, fate, why) for part, fate, why in said]
     return tuple(rows)
 
 
-def row_of(layer: LayerPlan, part: str, fate: Fate, nbytes: int, kept: str | None) -> Row:
-    """The row of a part that a rule names. `kept`: why some of its bytes stay although the rule names them."""
-    why = layer.why[part]
-    if nbytes == 0:
-        why = f"{why}: {kept or 'backward reads nothing of it'}"
-        return Row(layer=layer.index, part=part, fate="keep", why=why, nbytes=0)
-    if kept:
-        why = f"{why}; a part stays: {kept}"
-    prefetch = prefetch_of(layer.swap_ops[part]) if fate is Fate.SWAP else None
-    return Row(layer=layer.index, part=part, fate=fate.value, why=why, nbytes=nbytes, prefetch=prefetch)
+def rows_of_step(
+    resolution: Resolution,
+    sizes: Mapping[tuple[int, str, Fate], int],
+    kept: Mapping[tuple[int, str], str],
+    collectives: Mapping[tuple[int, str], tuple[int, str]],
+) -> Iterator[Row]:
+    """The rows with the bytes of an observed step, by layer and part: `sizes` of what has each fate, `kept` why some
+    stay although a rule names them, `collectives` bytes and words of what is issued again."""
+    for layer in resolution.layers:
+        named = [(part, Fate.RECOMPUTE) for part in _recomputed(layer)] + [(part, Fate.SWAP) for part in layer.swap_ops]
+        for part, fate in named:
+            nbytes, why = sizes.get((layer.index, part, fate), 0), kept.get((layer.index, part))
+            if nbytes:
+                text = f"{layer.why[part]}; a part stays: {why}" if why else layer.why[part]
+                yield _row(resolution, layer, part, fate.value, text, nbytes=nbytes)
+            else:
+                text = f"{layer.why[part]}: {why or 'backward reads nothing of it'}"
+                yield _row(resolution, layer, part, "keep", text, nbytes=0)
+        for part in layer.comm_recompute_ops:
+            if (layer.index, part) in collectives:
+                nbytes, words = collectives[layer.index, part]
+                yield _row(resolution, layer, part, "recompute", f"{layer.comm_why[part]} ({words})", nbytes=nbytes)
+        for part, why in layer.swap_lost.items():
+            yield _row(resolution, layer, part, "keep", f"not swapped: {why}", nbytes=0)
+
+
+def _recomputed(layer: LayerPlan) -> list[str]:
+    return [LAYER] if layer.full_recompute else layer.recompute_ops
+
+
+def _row(resolution: Resolution, layer: LayerPlan, part: str, fate: str, why: str, *, nbytes: int | None = None) -> Row:
+    prefetch = prefetch_of(layer.swap_ops[part]) if fate == "swap" else None
+    unit = resolution.prefetch_unit
+    return Row(layer=layer.index, part=part, fate=fate, why=why, nbytes=nbytes, prefetch=prefetch, prefetch_unit=unit)
 
 
 def prefetch_of(written: int | str) -> int:

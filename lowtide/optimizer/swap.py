@@ -76,7 +76,7 @@ class OptimizerStats:
 
 
 def swap_optimizer(
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     *,
     tier: str = "host",
     overlap: str = "auto",
@@ -87,8 +87,18 @@ def swap_optimizer(
     num_buffers: int = NUM_BUFFERS,
     weights: WeightHolder | None = None,
 ) -> OptimizerSwap:
-    """See `lowtide.swap_optimizer`. `num_buffers`: buckets that a step has on the device at a time, 2 at least.
-    `weights`: brings weights and gradients that are elsewhere; None: they are there."""
+    """Keep the state of `optimizer` in main memory or a file between steps, until `detach()` of the handle or the end
+    of its `with` block. Parameters, state and `param_groups` are the same to the bit; the optimizer stays the object
+    that it is.
+
+    `tier`: "host", the first tier below the device (main memory; for a model on the CPU a file), or "disk";
+    "mapped", the first tier too, which kernels read and write in place (CPU and CUDA).
+    `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device.
+    `bucket_bytes`: how much is copied at once. `num_buffers`: so many buckets are on the device in a step, 2 at least.
+    State smaller than `min_bytes` stays where it is. `engine`: as in `apply`. `weights`: brings weights and gradients
+    that are elsewhere (`swap_weights` gives it).
+    Raises `ConfigError` for optimizers that cannot be stepped in parts, and for every other mistake.
+    """
     found = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(

@@ -32,8 +32,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import EngineChoice
-from lowtide.engines.choose import choose_engine
-from lowtide.engines.device_memory import memory_of_model
+from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.agree import meet

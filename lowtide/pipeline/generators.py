@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from lowtide.config.schedules import SCHEDULES
+from lowtide.config.run import SCHEDULES
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule, as_v, in_rounds
 
@@ -274,7 +274,7 @@ GENERATORS: dict[str, Callable[..., Schedule]] = {
     "dualpipev": dualpipev,
     "one_stage_overlap": one_stage_overlap,
 }
-"""`config/schedules.py` has what else is known of each."""
+"""`SCHEDULES` of config/run.py has what else is known of each."""
 MOST_FORWARDS = 2**18
 """Of all ranks together in one step. A schedule of so many is made in seconds; each takes about a kilobyte."""
 

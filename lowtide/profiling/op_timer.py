@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lowtide.engines.device_ops import DeviceOps, RawEvent
+from lowtide.engines.device_ops import TorchDevice
 from lowtide.recipes.graph import OpCall, Value
 
 _NUM_PROBES = 64
@@ -110,14 +110,14 @@ class HostClock:
         return steady([seconds for seconds, _ in column], [kind for _, kind in column])
 
 
-def timing_mark(ops: DeviceOps) -> RawEvent:
+def timing_mark(ops: TorchDevice) -> torch.Event:
     """A timing event, recorded now on the stream that the caller computes on."""
     event = ops.new_event(timing=True)
     event.record(ops.current_stream())
     return event
 
 
-def seconds_between(start: RawEvent, end: RawEvent) -> float:
+def seconds_between(start: torch.Event, end: torch.Event) -> float:
     """Waits until both have passed."""
     end.synchronize()
     return start.elapsed_time(end) / 1e3
@@ -126,7 +126,7 @@ def seconds_between(start: RawEvent, end: RawEvent) -> float:
 class DeviceClock:
     """Time on the stream that each operator is enqueued on."""
 
-    def __init__(self, ops: DeviceOps) -> None:
+    def __init__(self, ops: TorchDevice) -> None:
         self._ops = ops
         pairs = [self.run(lambda: None, (), {})[1] for _ in range(_NUM_PROBES)]
         self._overhead = sorted(seconds_between(*pair) for pair in pairs)[_NUM_PROBES // 2]
@@ -136,10 +136,10 @@ class DeviceClock:
         out = func(*args, **kwargs)
         return out, self.end(begun)
 
-    def begin(self) -> RawEvent:
+    def begin(self) -> torch.Event:
         return timing_mark(self._ops)
 
-    def end(self, begun: RawEvent) -> tuple[RawEvent, RawEvent]:
+    def end(self, begun: torch.Event) -> tuple[torch.Event, torch.Event]:
         return begun, timing_mark(self._ops)
 
     def seconds(self, mark: Any, call: OpCall) -> tuple[Any, Hashable]:
@@ -153,7 +153,7 @@ class DeviceClock:
 class OpMemory:
     """The memory that operators hold inside, on one device. Use: `begin()`, run one operator, `end()`."""
 
-    def __init__(self, ops: DeviceOps) -> None:
+    def __init__(self, ops: TorchDevice) -> None:
         self._ops = ops
         self.begin = ops.reset_peak
         """An operator is about to run."""

@@ -18,8 +18,8 @@ import numpy as np
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.elements import NOTHING, Measured, StepRow
 from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.report import NOTHING, Measured, StepRow
 from lowtide.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class Theme:
     name: str
     ink: str
     faint: str
-    paper: str
     state: str
     kept: str
     swapped: str
@@ -56,11 +55,11 @@ class Theme:
 
 
 LIGHT = Theme(
-    name="light", ink="#1d2733", faint="#c9d1d9", paper="#ffffff", state="#b4bfc9", kept="#2f6fb0", swapped="#e08a2e",
+    name="light", ink="#1d2733", faint="#c9d1d9", state="#b4bfc9", kept="#2f6fb0", swapped="#e08a2e",
     recomputed="#3d9a64", plain="#6b7683", budget="#c2352b",
 )  # fmt: skip
 DARK = Theme(
-    name="dark", ink="#e6edf3", faint="#3d4753", paper="#11161c", state="#5c6773", kept="#5b9bd8", swapped="#f0a04b",
+    name="dark", ink="#e6edf3", faint="#3d4753", state="#5c6773", kept="#5b9bd8", swapped="#f0a04b",
     recomputed="#5cc489", plain="#aab4bf", budget="#ff7b6e",
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ Cost: two runs of the timeline. Not covered: what really happened; the clock is 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowtide.core.fate import Fate
+from lowtide.core.json_text import Mistake, build, parse_json
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.errors import ConfigError
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
 from lowtide.planner.in_backward import in_turn_of
@@ -86,6 +89,18 @@ class Played:
     blocks: tuple[Block, ...] = ()
     """Activations, retained inputs and travelling optimizer state: twice where something leaves and comes back. What
     else is on the device has no blocks."""
+
+    def to_json(self) -> str:
+        """As text; `Played.from_json` gives back an equal one."""
+        return json.dumps(dataclasses.asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Played:
+        """What `to_json` wrote. Raises ConfigError for anything else."""
+        try:
+            return build(cls, parse_json(text, "file"))
+        except (Mistake, ConfigError) as error:
+            raise ConfigError(f"not as lowtide wrote it: {error}") from None
 
 
 def play(

@@ -18,10 +18,53 @@ from lowtide.core.plan import Plan, why_unswapped
 from lowtide.core.profile import Profile
 from lowtide.planner.host_costs import NO_COSTS, HostCosts
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.elements import NOTHING, Measured, StepRow, Table, Tile
 from lowtide.report.played_step import OWNERS, Played, play
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One large figure."""
+
+    what: str
+    value: str
+    beside: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text; the first is the head."""
+
+    title: str
+    caption: str
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run did, beside what its plan said."""
+
+    peak_bytes: int | None = None
+    is_without_temporaries: bool = False
+    """Whether temporaries are missing from `peak_bytes`; such a peak cannot be compared with the predicted one."""
+    step_seconds: float | None = None
+    """Forward and backward of one micro-batch."""
+    stall_seconds: float | None = None
+
+
+NOTHING = Measured()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One optimizer step of a run."""
+
+    step: int
+    loss: float
+    seconds: float
+    peak_bytes: int | None
+
 
 if TYPE_CHECKING:
     from lowtide.config.memory import MemoryConfig

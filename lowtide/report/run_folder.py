@@ -8,7 +8,6 @@ Cost: a run of the timeline; drawing. Not covered: runs of other trainers withou
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +18,19 @@ from lowtide.core.plan import Plan
 from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
 from lowtide.planner.host_costs import HOST_COSTS
-from lowtide.report.elements import Measured, StepRow, Table, Tile, from_json
 from lowtide.report.played_step import Played
-from lowtide.report.report import Report, account_table, remarks_of, report_of_plan, saved_tile_of_forwards, tiles_of
+from lowtide.report.report import (
+    Measured,
+    Report,
+    StepRow,
+    Table,
+    Tile,
+    account_table,
+    remarks_of,
+    report_of_plan,
+    saved_tile_of_forwards,
+    tiles_of,
+)
 from lowtide.runtime.autopilot.autopilot import Autopilot
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.tide import Tide
@@ -200,7 +209,7 @@ def _moved(row: dict[str, Any]) -> Tile | None:
 
 
 def _plan_and_step(folder: Path) -> tuple[Plan | None, Played | None]:
-    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, functools.partial(from_json, Played))
+    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, Played.from_json)
     return (None, None) if plan is None or played is None else (plan, played)
 
 

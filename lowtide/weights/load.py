@@ -36,8 +36,13 @@ _SECONDS_BETWEEN_LINES = 5.0
 _MOST_NAMED = 3
 
 
-def load(model: nn.Module, folder: Any, *, device: Any = "cpu") -> None:
-    """See `lowtide.load`."""
+def load(model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> None:
+    """Give a model that was built on 'meta' the weights in the safetensors files of `folder`, one after the other, on
+    `device`. Parameters stay the objects that they are. For a model that does not fit there: `swap_weights(folder=)`.
+
+    Raises `ConfigError` for a tensor that is missing or has another shape, a buffer without memory, and a model that
+    has memory already; nothing is touched then.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"lowtide.load: model= takes a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(folder, str | os.PathLike):

@@ -23,6 +23,7 @@ others. On an accelerator a weight that is read outside of its layer's turn is N
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -138,20 +139,32 @@ class _Elsewhere:
 
 def swap_weights(
     model: nn.Module,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     budget: int | str | None = None,
     update: str = "step",
     tier: str = "host",
     engine: EngineChoice = None,
     min_bytes: int | str = MIN_BYTES,
-    folder: Any = None,
-    device: Any = None,
+    folder: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
     bucket_bytes: int | None = None,
     layers: Sequence[str] | None = None,
 ) -> WeightSwap:
-    """See `lowtide.swap_weights`. `bucket_bytes`: of optimizer state, where there is no budget. `layers`: their names;
-    None: they are found."""
+    """Keep the weights of `model`, their gradients and the state of `optimizer` in main memory or a file, but for the
+    layers whose turn it is, until `remove()` of the handle or the end of its `with` block. The same bits; parameters
+    stay the objects that they are.
+
+    `budget`: bytes on the device for weights, gradients and optimizer state; absent, the least that works. What it has
+    beyond that keeps whole layers there. `update`: "step", where gradients leave until `optimizer.step()`, or
+    "in_backward", where each parameter is updated in the backward pass and its gradient is freed: for one backward pass
+    a step, without clipping. `tier`, `engine`: as in `swap_optimizer`. Weights below `min_bytes` stay.
+    `bucket_bytes`: of optimizer state, where there is no budget. `layers`: their names; absent, they are found.
+    `device`: where to train; for a model whose weights are in main memory and do not fit there. `folder`: safetensors
+    files with the weights of a model that was built on 'meta'. Each goes to its tier before the next one is read.
+    Put a plan on the model after this. Raises `ConfigError` for a budget that is too small, several ranks, FSDP2,
+    compiled modules, and every other mistake.
+    """
     found = bare(optimizer) if optimizer is not None else None
     _check(model, found, update)
     is_coming = folder is not None or device is not None

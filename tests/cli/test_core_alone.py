@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,12 +62,3 @@ def test_training_works_and_commands_name_the_extra(tmp_path: Path) -> None:
     needed = [2, "lowtide: this needs transformers; run: pip install 'lowtide[train]'\n"]
     assert [[status, said.splitlines(keepends=True)[-1]] for status, said in commands] == [needed, needed]
     assert doctor[0] in (0, 1)
-
-
-def test_the_wheel_has_what_the_readme_names() -> None:
-    """The files of examples/ that the README's commands read are in the distribution, beside the package."""
-    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    patterns = re.findall(r'"(examples/[^"]+)"', pyproject)
-    shipped = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    named = re.findall(r"examples/[\w./]+\.(?:json|yaml)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert named and {ROOT / name for name in named} <= shipped

@@ -59,7 +59,7 @@ def command(monkeypatch: pytest.MonkeyPatch):
         module.add_arguments = lambda parser: parser.add_argument("--level", type=int, default=0)
         module.run = run
         monkeypatch.setitem(sys.modules, "lowtide_fake_command", module)
-        monkeypatch.setattr(cli, "COMMANDS", {"do": cli.Command(module="lowtide_fake_command", help="do it")})
+        monkeypatch.setattr(cli, "COMMANDS", {"do": ("lowtide_fake_command", "do it")})
 
     return install
 

@@ -593,7 +593,7 @@ def test_stdout_stays_clean_whoever_prints(capfd: pytest.CaptureFixture[str]) ->
 
 def write_profile(made: Profile) -> None:
     """As `profile.json`, with the batch and the weights of the run."""
-    run_bytes = sum(weight.nbytes for weight in weights_of_run(load_run("run.yaml"), ()))
+    run_bytes = sum(weight.nbytes for weight in weights_of_run(load_run("run.yaml")).values())
     profile = dataclasses.replace(made, batch=BATCH, state=dataclasses.replace(made.state, parameters=run_bytes))
     Path("profile.json").write_text(profile.to_json(), encoding="utf-8")
 

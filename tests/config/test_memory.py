@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowtide.config.memory import MemoryConfig, SwapRule, load_memory
-from lowtide.core.budget import BudgetShare, DeviceMemory
+from lowtide.core.budget import DeviceMemory
 from lowtide.core.fate import Fate, Tier
 from lowtide.errors import ConfigError
 
@@ -76,7 +76,7 @@ def test_what_leaves_the_budget_to_the_device_sets_the_solver_free_too() -> None
         config = load_memory(written)
         assert config.has_budget and config.recomputes_freely and config.swaps_freely
         assert config.slices_loss == {"may": True, "must": False, "rows": None, "layer_rows": None}
-    assert load_memory({"budget": " 12.5 % "}).budget == BudgetShare(Fraction(25, 2))
+    assert load_memory({"budget": " 12.5 % "}).budget == Fraction(25, 2)
 
 
 def test_bytes_ask_no_device() -> None:

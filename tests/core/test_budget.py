@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from lowtide.core.budget import BudgetShare, DeviceMemory, parse_budget, settle
+from lowtide.core.budget import DeviceMemory, parse_budget, settle
 from lowtide.errors import ConfigError
 from lowtide.units import GIB
 
@@ -18,9 +18,9 @@ def has(total: int, free: int | None = None) -> DeviceMemory:
 @pytest.mark.parametrize(
     ("written", "budget"),
     [
-        ("20GiB", 20 * GIB), (7, 7), ("7", 7), ("auto", "auto"), ("Auto ", "auto"), ("90%", BudgetShare(Fraction(90))),
-        ("100%", BudgetShare(Fraction(100))), (".5 %", BudgetShare(Fraction(1, 2))),
-        ("33.3%", BudgetShare(Fraction(333, 10))),
+        ("20GiB", 20 * GIB), (7, 7), ("7", 7), ("auto", "auto"), ("Auto ", "auto"), ("90%", Fraction(90)),
+        ("100%", Fraction(100)), (".5 %", Fraction(1, 2)),
+        ("33.3%", Fraction(333, 10)),
     ],
 )  # fmt: skip
 def test_what_is_written(written: int | str, budget: object) -> None:
@@ -36,8 +36,8 @@ def test_what_is_no_budget(written: str) -> None:
 
 
 def test_shares_are_exact() -> None:
-    assert settle(BudgetShare(Fraction(333, 10)), has(10**18))[0] == 333 * 10**15
-    assert settle(BudgetShare(Fraction(100)), has(7))[0] == 7
+    assert settle(Fraction(333, 10), has(10**18))[0] == 333 * 10**15
+    assert settle(Fraction(100), has(7))[0] == 7
 
 
 def test_auto_leaves_a_headroom_and_what_others_have() -> None:
@@ -53,7 +53,7 @@ def test_auto_leaves_a_headroom_and_what_others_have() -> None:
 
 
 def test_a_share_is_of_all_and_says_what_is_taken() -> None:
-    assert settle(BudgetShare(Fraction(90)), has(100 * GIB, 60 * GIB)) == (
+    assert settle(Fraction(90), has(100 * GIB, 60 * GIB)) == (
         90 * GIB,
         "budget 90% = 90.0 GiB: of 100.0 GiB on cuda:0; 40.0 GiB of it is taken by others",
     )
@@ -67,7 +67,7 @@ def test_nothing_left_is_refused() -> None:
         "a size such as 20GiB"
     )
     with pytest.raises(ConfigError) as caught:
-        settle(BudgetShare(Fraction(1)), has(10))
+        settle(Fraction(1), has(10))
     assert str(caught.value) == "budget 1%: that is less than a byte on cuda:0; write a size such as 20GiB"
 
 

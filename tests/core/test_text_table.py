@@ -29,11 +29,10 @@ def test_without_a_width_each_row_is_a_line() -> None:
 @pytest.mark.parametrize(
     ("width", "lines"),
     [
-        (100, ["                sites each                kept  everything  why",
-               "                                                      kept",
-               "layers 0-3      12 keep + 2 recompute  1.5 GiB    12.5 GiB  recomputed: mlp.act_fn.silu, mlp.mul and",
-               "                                                            3 more",
-               "outside layers  no sites                     -       0 MiB"]),
+        (100, ["                sites each                kept  everything kept",
+               "layers 0-3      12 keep + 2 recompute  1.5 GiB         12.5 GiB",
+               "    recomputed: mlp.act_fn.silu, mlp.mul and 3 more",
+               "outside layers  no sites                     -            0 MiB"]),
         (60, ["                sites each                kept  everything",
               "                                                      kept",
               "layers 0-3      12 keep + 2 recompute  1.5 GiB    12.5 GiB",
@@ -53,7 +52,7 @@ def test_a_narrow_table(width: int, lines: list[str]) -> None:
     assert align(CELLS, numeric=NUMERIC, width=width) == lines
 
 
-def test_numbers_stay_whole_and_columns_come_closer_before_a_row_is_broken() -> None:
+def test_numbers_stay_whole_before_a_row_is_broken() -> None:
     cells = [("", "the budget", "the peak"), ("aa bb cc", "12345.6 GiB", "100.0 %")]
     assert align(cells, numeric=(1, 2), width=24) == [
         "     the budget      the",
@@ -62,8 +61,7 @@ def test_numbers_stay_whole_and_columns_come_closer_before_a_row_is_broken() -> 
         "bb",
         "cc",
     ]
-    assert align(cells, numeric=(1, 2), width=22)[2] == "aa 12345.6 GiB 100.0 %"
-    assert align(cells, numeric=(1, 2), width=21)[0] == "aa bb cc: the budget"
+    assert align(cells, numeric=(1, 2), width=23)[0] == "aa bb cc: the budget"
 
 
 def test_prose_hangs_below_its_line() -> None:

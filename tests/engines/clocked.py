@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 
-from lowtide.engines.base import Bandwidth, Lane, Slot
+from lowtide.engines.base import Lane, Slot
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 from lowtide.tensors.private import TorchDispatchMode, disable_current_modes
 from lowtide.tensors.view import byte_view
+from lowtide.timeline.step import Link
 
 
 @dataclass(slots=True)
@@ -186,8 +187,8 @@ class ClockedEngine:
     def is_capturing(self) -> bool:
         return False
 
-    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
-        return Bandwidth(out_bytes_per_second=self._rates[Lane.OUT], in_bytes_per_second=self._rates[Lane.IN])
+    def probe_bandwidth(self, nbytes: int) -> Link:
+        return Link(out_bytes_per_second=self._rates[Lane.OUT], in_bytes_per_second=self._rates[Lane.IN])
 
     def close(self) -> None:
         return None

@@ -138,7 +138,7 @@ class SimEvent:
 
 
 class SimDevice:
-    """`DeviceOps` over ordinary memory. `current` is the compute stream of all threads, to be set by tests."""
+    """`TorchDevice` over ordinary memory. `current` is the compute stream of all threads, to be set by tests."""
 
     local_cpus = None
 

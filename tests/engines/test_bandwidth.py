@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lowtide.engines.bandwidth import cache_path, measure_link
-from lowtide.engines.base import Bandwidth, Slot
+from lowtide.engines.base import Slot
 from lowtide.engines.host import HostEngine
+from lowtide.timeline.step import Link
 from lowtide.units import MIB
 from tests.support.virtual_engine import VirtualEngine
 
@@ -32,10 +33,10 @@ class Counted:
         self.rates = iter([9e9, *(float(rate) * 1e9 for rate in (5, 3, 8, 1, 9, 2, 7, 4, 6, 10)), *[1e8] * 10])
         self.num_probes = 0
 
-    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
+    def probe_bandwidth(self, nbytes: int) -> Link:
         self.num_probes += 1
         rate = next(self.rates)
-        return Bandwidth(out_bytes_per_second=rate, in_bytes_per_second=2 * rate)
+        return Link(out_bytes_per_second=rate, in_bytes_per_second=2 * rate)
 
     def copy_out(self, source: torch.UntypedStorage, slot: Slot) -> None:
         time.sleep(self._start_seconds)

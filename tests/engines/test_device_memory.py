@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.engines.device_memory import device_memory, memory_of_model
+from lowtide.engines.choose import device_memory, memory_of_model
 from lowtide.errors import ConfigError
 from lowtide.units import GIB
 
@@ -64,9 +64,7 @@ def test_where_nothing_says_how_much_there_is(tmp_path: Path) -> None:
 
 def test_what_the_model_holds_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(
-        "lowtide.engines.device_memory.device_memory", lambda device, *, own_bytes: seen.append(own_bytes)
-    )
+    monkeypatch.setattr("lowtide.engines.choose.device_memory", lambda device, *, own_bytes: seen.append(own_bytes))
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.BatchNorm1d(100))
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     bare = 40_000 + 2 * 400 + 2 * 400 + 8

@@ -124,7 +124,11 @@ def tried(name: str, rank: int, schedule: type, *, num_chunks: int = 1, numbered
     plain = plain_of(rank, schedule, num_chunks, numbered)
     stages = stages_of(rank, num_chunks, numbered=numbered)
     sections = Sections(
-        **CONFIGS[name], num_layers=NUM_LAYERS, pipeline_stage=NUM_STAGES, pp_interleave_num=num_chunks, compat=False
+        written=CONFIGS[name],
+        num_layers=NUM_LAYERS,
+        pipeline_stage=NUM_STAGES,
+        pp_interleave_num=num_chunks,
+        compat=False,
     )
     tides = {
         start: lowtide.apply(stage, sections, engine=virtual(start), **({} if numbered else {"first_layer": start}))

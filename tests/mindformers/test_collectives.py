@@ -14,10 +14,10 @@ from lowtide.core.recipe import Recipe, RecipeStep
 from lowtide.errors import ConfigError
 from lowtide.mindformers.plan import plan_sections, recomputed_collectives, with_own_groups
 from lowtide.mindformers.plan_rows import FilePlan, rows_without_step
-from lowtide.mindformers.schema import resolve
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
 from tests.support.profiles import MIB, decoder_profile
+from tests.support.sections import resolve
 
 GATHER = RecipeStep(op="_c10d_functional.all_gather_into_tensor.default", args=({"input": 0}, 2, "7"))
 WAIT = RecipeStep(op="_c10d_functional.wait_tensor.default", args=({"step": 0, "output": 0},))

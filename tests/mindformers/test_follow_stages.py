@@ -108,12 +108,7 @@ def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
     for entry in [*config["swap_config"]["op_swap"], *config["swap_config"].get("layer_swap", ())]:
         entry["layers"] = entry["layers"] + [shift[index] for index in entry["layers"]]
     assert {entry["op_name"] for entry in config["swap_config"]["op_swap"]} <= set(PARTS)
-    sections = Sections(
-        recompute_config=config["recompute_config"],
-        swap_config=config["swap_config"],
-        num_layers=NUM_LAYERS,
-        pipeline_stage=NUM_STAGES,
-    )
+    sections = Sections(written=config, num_layers=NUM_LAYERS, pipeline_stage=NUM_STAGES)
     tides = on_stages(sections, stages := both_stages())
     assert all(torch.equal(a, b) for a, b in zip(train(stages), plain(), strict=True))
     for tide in tides:
@@ -128,7 +123,7 @@ def test_the_newer_schema_on_stages() -> None:
         "recompute": {"mode": "select", "full_recompute_layer": ["1", "6"], "select_module": {"mlp": ["0", "4-5"]}},
         "swap": {"enable": True, "default_prefetch": 1, "layer_swap": [{"layers": ["2-4"]}]},
     }
-    tides = on_stages(Sections(newer=newer, num_layers=NUM_LAYERS), stages := both_stages())
+    tides = on_stages(Sections(written=newer, num_layers=NUM_LAYERS), stages := both_stages())
     assert all(torch.equal(a, b) for a, b in zip(train(stages), plain(), strict=True))
     done = [{(row.layer, row.fate) for row in tide.source.file_plan.rows if row.nbytes} for tide in tides]
     assert done == [
@@ -176,7 +171,7 @@ def test_first_layer_needs_a_file_that_counts() -> None:
 
 
 def test_another_split_than_the_file_says_is_said() -> None:
-    sections = Sections(recompute_config={"recompute": [1, 2]}, num_layers=NUM_LAYERS, pipeline_stage=4)
+    sections = Sections(written={"recompute_config": {"recompute": [1, 2]}}, num_layers=NUM_LAYERS, pipeline_stage=4)
     with lowtide.apply(both_stages()[1], sections, first_layer=4) as tide:
         assert tide.source.resolution.notes == [
             "this module holds layers 4-7, but by the file stage 2 of chunk 0 holds layers 4-5; counts are read by the "

@@ -10,8 +10,8 @@ from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
 from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import FilePlan, layer_sums, rows_without_step, table
-from lowtide.mindformers.schema import resolve
 from tests.support.profiles import MIB, decoder_profile
+from tests.support.sections import resolve
 
 
 def written(recompute: Any = None, swap: Any = None, memory: MemoryConfig | None = None) -> FilePlan:

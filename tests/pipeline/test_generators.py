@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from lowtide.config.schedules import SCHEDULES, ClusterSchedule, RunSchedule
+from lowtide.config.run import SCHEDULES, ClusterSchedule, RunSchedule
 from lowtide.errors import ConfigError
 from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.schedule import Kind, Pair, Schedule, from_csv, to_csv

@@ -77,7 +77,7 @@ def test_allocators(tmp_path: Path) -> None:
 
 
 def test_a_device_that_does_not_say_where_it_is() -> None:
-    assert _numa(None, 1) == Finding(what="NUMA", state="ok", found="one node")
+    assert _numa(None, 1) == Finding("NUMA", "one node")
     unknown = _numa(None, 4)
     assert unknown.state == "note" and unknown.found.endswith("copy threads are not bound")
     assert unknown.found.startswith("4 nodes, and neither the device nor npu-smi says which is near")

@@ -19,7 +19,6 @@ from lowtide.config.memory import load_memory
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace as trace_fake
-from lowtide.report.elements import from_json, to_json
 from lowtide.report.played_step import OWNERS, Played, play
 from lowtide.report.write import snapshot, to_bytes
 from lowtide.timeline.hardware import load_hardware
@@ -166,7 +165,7 @@ def test_what_has_no_block_is_what_recipes_need() -> None:
 
 
 def test_a_step_keeps_its_blocks_in_a_file(step: Played) -> None:
-    assert from_json(Played, to_json(step)) == step
+    assert Played.from_json(step.to_json()) == step
 
 
 def test_a_plan_that_never_ran_and_a_model_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,11 +179,13 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--report: " in capsys.readouterr().err
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
+needs_a_browser = pytest.mark.skipif(not BROWSER, reason=f"no browser: none of {', '.join(BROWSERS)} is installed")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs headless Chromium")
+@needs_a_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_browser_draws_it(profile: Profile, theme: str, tmp_path: Path) -> None:
     """The page is painted in its theme, top to bottom: no picture is missing."""
@@ -191,9 +193,8 @@ def test_a_browser_draws_it(profile: Profile, theme: str, tmp_path: Path) -> Non
     html.write_text(page(_report(profile)), encoding="utf-8")
     dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1060,2200", *dark]
-    assert CHROMIUM is not None
     subprocess.run(
-        [CHROMIUM, *flags, f"--screenshot={shot}", html.as_uri()], check=True, capture_output=True, timeout=120
+        [BROWSER, *flags, f"--screenshot={shot}", html.as_uri()], check=True, capture_output=True, timeout=120
     )
     from matplotlib.image import imread
 
@@ -237,19 +238,16 @@ def test_what_is_wide_scrolls_in_a_box_of_its_own(profile: Profile) -> None:
 
 
 @pytest.mark.slow
+@needs_a_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280])
 def test_nothing_overflows_in_a_browser(width: int, theme: str, profile: Profile, tmp_path: Path) -> None:
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
-    browser = next(filter(None, map(shutil.which, names)), None)
-    if browser is None:
-        pytest.skip(f"no browser: none of {', '.join(names)} is installed")
     framed = tmp_path / "framed.html"
     (tmp_path / "run.html").write_text(page(_report(profile)).replace("</body>", _WIDER), encoding="utf-8")
     # A window is never narrower than 500 points; a frame is.
     framed.write_text(f'<iframe src="run.html" width="{width}" height="900"></iframe>', encoding="utf-8")
     scheme = {"light": "1", "dark": "0"}[theme]
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
     command += [
         f"--blink-settings=preferredColorScheme={scheme}",
         "--virtual-time-budget=5000",

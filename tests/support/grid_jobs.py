@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config
 
-from lowtide.config.schedules import SCHEDULES
+from lowtide.config.run import SCHEDULES
 from lowtide.pipeline.cut_model import cut, loss_of
 from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.gradients import find_ties

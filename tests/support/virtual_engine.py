@@ -33,11 +33,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Bandwidth, Lane, Slot
+from lowtide.engines.base import Lane, Slot
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.errors import TierFull
 from lowtide.tensors.private import disable_current_modes, storage_at, storage_key
 from lowtide.tensors.view import byte_view
+from lowtide.timeline.step import Link
 
 _POISON = 0xFF
 _COLUMN = {Lane.OUT: 0, Lane.IN: 1}
@@ -256,8 +257,8 @@ class VirtualEngine:
     def is_capturing(self) -> bool:
         return False
 
-    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
-        return Bandwidth(out_bytes_per_second=float("inf"), in_bytes_per_second=float("inf"))
+    def probe_bandwidth(self, nbytes: int) -> Link:
+        return Link(out_bytes_per_second=float("inf"), in_bytes_per_second=float("inf"))
 
     def close(self) -> None:
         for lane in self._lanes:

@@ -8,9 +8,9 @@ Strict or compat: `compat: true` or `false` in the file says it; without it a ru
 Why the words differ from lowtide's own files: upstream reads YAML 1.1, so `True`, `yes` and `on` are true here, too.
 Not covered: what else upstream's file says; those keys are named in one note and not looked at.
 
-`resolve(...)` takes the two sections as Python values. It gives the tables as MindSpore Transformers normalises them,
-its log lines, and for every layer what is recomputed and what is swapped, with recompute winning over swap. Where
-`log_lines` and `layers` differ, the lines follow upstream, `layers` is what happens, and `warnings` says why.
+`Sections.resolve` gives the tables as MindSpore Transformers normalises them, its log lines, and for every layer what
+is recomputed and what is swapped, with recompute winning over swap. Where `log_lines` and `layers` differ, the lines
+follow upstream, `layers` is what happens, and `warnings` says why.
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema.aliases import family_of
 from lowtide.mindformers.schema.grid import Grid, make_grid
 from lowtide.mindformers.schema.issues import Issues, layers_text
-from lowtide.mindformers.schema.layers import Resolution, Work, head_lines, report
+from lowtide.mindformers.schema.layers import (
+    Resolution,
+    Work,
+    head_lines,
+    report_lost,
+    report_nothing,
+    report_patterns,
+)
 from lowtide.mindformers.schema.names import Names, trees_of
-from lowtide.mindformers.schema.newer import is_newer, resolve_newer
+from lowtide.mindformers.schema.newer import is_newer, read_newer
 from lowtide.mindformers.schema.recompute import is_foreign, read_recompute
 from lowtide.mindformers.schema.swap import read_swap
 
@@ -44,10 +51,8 @@ _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", re.ASCI
 class Sections:
     """The two sections as written, and what around them decides their meaning."""
 
-    recompute_config: object = None
-    swap_config: object = None
-    newer: Mapping[str, Any] | None = None
-    """The sections of the newer schema, in place of the two."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """By name: `recompute_config` and `swap_config`, or in place of the two those of the newer schema."""
     source: str = "the sections"
     """The file, for messages."""
     num_layers: int | None = None
@@ -69,22 +74,21 @@ class Sections:
     """Keys of the file that mean nothing here."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_newer(self) -> bool:
+        """Whether they are of the newer schema."""
+        return any(is_newer(key, value) for key, value in self.written.items())
+
     def resolve(
-        self,
-        *,
-        num_layers: int | None = None,
-        pipeline_stage: int | None = None,
-        pp_interleave_num: int | None = None,
-        offset: object = None,
-        names: Names | None = None,
-        compat: bool | None = None,
-        held: range | None = None,
+        self, *, num_layers: int | None = None, names: Names | None = None, held: range | None = None
     ) -> Resolution:
         """What the sections mean for a model, or for the layers `held` by one stage of it.
 
-        Raises `ConfigError` with `file:line:column`.
+        `names`: what a layer consists of, `{"feed_forward": {"mul": None, "w1": {...}}}`: None for an operator, a
+        mapping for a module; one for all layers or one per layer. Absent: any name matches. Raises `ConfigError` with
+        `file:line:column`, or with the dotted key for values that are from no file.
         """
-        issues = Issues(compat=self.compat if compat is None else compat, places=self.places)
+        issues = Issues(compat=self.compat, places=self.places)
         issues.foreign += self.foreign
         issues.notes += self.notes
         if num_layers is None:
@@ -95,36 +99,42 @@ class Sections:
             num_layers = self.num_layers
             if isinstance(num_layers, int):
                 num_layers += self.num_extra_layers
-        if self.newer is not None:
-            return resolve_newer(self.newer, num_layers=num_layers, names=names, issues=issues, held=held)
-        grid = make_grid(
-            num_layers,
-            self.pipeline_stage if pipeline_stage is None else pipeline_stage,
-            self.pp_interleave_num if pp_interleave_num is None else pp_interleave_num,
-            self.offset if offset is None else offset,
-            issues,
-            zero_bubble_v=self.zero_bubble_v,
-        )
+        if not self.is_newer:
+            split = (self.pipeline_stage, self.pp_interleave_num, self.offset)
+            grid = make_grid(num_layers, *split, issues, zero_bubble_v=self.zero_bubble_v)
+        else:
+            grid = make_grid(num_layers, 1, 1, 0, issues)
         trees = trees_of(names, num_layers, issues)
-        families = {family_of(tree) for tree in trees}
-        family = "mcore" if families == {"mcore"} else "legacy"
-        swap = read_swap(self.swap_config, num_layers, family=family, issues=issues)
-        recompute = read_recompute(self.recompute_config, grid, swap=swap.is_on, family=family, issues=issues)
         indices = range(num_layers) if held is None else held
+        if not self.is_newer:
+            families = {family_of(tree) for tree in trees}
+            family = "mcore" if families == {"mcore"} else "legacy"
+            swap = read_swap(self.written.get("swap_config"), num_layers, family=family, issues=issues)
+            config = self.written.get("recompute_config")
+            recompute = read_recompute(config, grid, swap=swap.is_on, family=family, issues=issues)
+        else:
+            recompute, swap, unmatched = read_newer(self.written, trees=trees, held=indices, issues=issues)
         work = Work(grid=grid, trees=trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
-        work.check_patterns()
+        if not self.is_newer:
+            work.check_patterns()
         layers = [work.layer(index) for index in indices]
-        report(work)
-        if held is not None:
-            _note_other_split(grid, held, issues)
+        report_lost(work)
+        if not self.is_newer:
+            report_patterns(work)
+            if held is not None:
+                _note_other_split(grid, held, issues)
+        else:
+            for path, pattern in unmatched:
+                report_nothing(work, path, f"'{pattern}'", pattern)
         issues.note_foreign()
         return Resolution(
             num_layers_per_stage=grid.table(),
             normalized=recompute.normalized() | swap.normalized(),
             layers=layers,
-            log_lines=[*head_lines(work), *work.lines],
+            log_lines=[] if self.is_newer else [*head_lines(work), *work.lines],
             warnings=issues.warnings,
             notes=issues.notes,
+            prefetch_unit="layers" if self.is_newer else "operators",
             gathers_again=recompute.gathers_again,
             keeps_collectives=recompute.keeps_collectives,
             slices_inputs=recompute.slices_inputs,
@@ -161,9 +171,7 @@ def read_sections(path: str | os.PathLike[str], root: RawValue | None = None) ->
     num_layers, num_extra = _num_layers(model)
     kind = model.get("model_type") or model.get("type") or _below(written, "arch").get("type") or ""
     return Sections(
-        recompute_config=values.get("recompute_config"),
-        swap_config=values.get("swap_config"),
-        newer=newer or None,
+        written=newer or {key: values[key] for key in SECTIONS if key in values},
         source=name,
         num_layers=num_layers,
         num_extra_layers=num_extra,
@@ -270,27 +278,6 @@ def _scalar(node: RawValue) -> Any:
     if _INT.fullmatch(text):
         return int(text)
     return float(text) if _FLOAT.fullmatch(text) else text
-
-
-def resolve(
-    recompute_config: object = None,
-    swap_config: object = None,
-    *,
-    num_layers: int,
-    names: Names | None = None,
-    compat: bool = True,
-    **grid: Any,
-) -> Resolution:
-    """Resolve the two sections for a model of `num_layers` layers.
-
-    `names`: what a layer consists of, `{"feed_forward": {"mul": None, "w1": {...}}}`: None for an operator, a mapping
-    for a module; one for all layers or one per layer. Absent: any name matches.
-    `compat`: True follows MindSpore Transformers and warns where it hangs, crashes or silently does nothing; False
-    refuses there. Raises `ConfigError`; the dotted key is the place.
-    `grid`: `pipeline_stage`, `pp_interleave_num`, `offset` and `zero_bubble_v`, as `Sections` has them.
-    """
-    sections = Sections(recompute_config=recompute_config, swap_config=swap_config, compat=compat, **grid)
-    return sections.resolve(num_layers=num_layers, names=names)
 
 
 def _note_other_split(grid: Grid, held: range, issues: Issues) -> None:

@@ -2,7 +2,7 @@
 
 What: `Work` holds the rules as read (recompute.py, swap.py) and the names of every layer, and gives a `LayerPlan` for
 each. On the way it collects upstream's log lines of the layers, and what has to be said once for many layers
-(`report` says it).
+(`report_lost` and `report_patterns` say it).
 Why the log lines and the plans may differ: upstream logs a swap also where recompute undoes it, and of several parts
 with one parent only the last.
 Cost: a few expressions per pattern and layer. Not covered: what upstream prints before the first layer (`head_lines`).
@@ -19,21 +19,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.mindformers.schema.aliases import family_of
-from lowtide.mindformers.schema.flow import LAYER, Verdict, judge, roles_of
 from lowtide.mindformers.schema.grid import Grid, Table
 from lowtide.mindformers.schema.issues import Issues, layers_text
 from lowtide.mindformers.schema.names import (
+    LAYER,
     Found,
     Tree,
+    Verdict,
     check,
     find,
     is_within,
+    judge,
     matches_everything,
     nearest,
     operator_in,
+    roles_of,
 )
-from lowtide.mindformers.schema.recompute import SELECT_KEYS, Recompute
-from lowtide.mindformers.schema.swap import Prefetch, Swap, first_entry
+from lowtide.mindformers.schema.recompute import SELECT_KEYS, Prefetch, Recompute
+from lowtide.mindformers.schema.swap import Swap, first_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,21 +157,7 @@ class Work:
         if not self.swap.is_on or self.recompute.takes_modules:
             kept = self._select("select_recompute_exclude", index, {})
             comm_kept = self._select("select_comm_recompute_exclude", index, {})
-        swapped: dict[str, Prefetch] = {}
-        holes: dict[str, list[str]] = {}
-        stays: dict[str, str] = {}
-        lost: dict[str, str] = {}
-        for target, prefetch, path, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
-            if not verdict.is_swapped:
-                lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
-                continue
-            swapped[target] = prefetch
-            why.setdefault(target, self.issues.where(path))
-            if verdict.holes:
-                holes[target] = list(verdict.holes)
-            if verdict.reader:
-                stays[target] = verdict.reader
-        return LayerPlan(
+        plan = LayerPlan(
             index=index,
             stage=stage,
             chunk=chunk,
@@ -177,13 +166,20 @@ class Work:
             comm_recompute_ops=[name for name in comm if name not in comm_kept],
             recompute_exclude_ops=kept,
             comm_recompute_exclude_ops=comm_kept,
-            swap_ops=swapped,
-            swap_holes=holes,
-            swap_stays=stays,
-            swap_lost=lost,
             why=why,
             comm_why=comm_why,
         )
+        for target, prefetch, path, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
+            if not verdict.is_swapped:
+                plan.swap_lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
+                continue
+            plan.swap_ops[target] = prefetch
+            why.setdefault(target, self.issues.where(path))
+            if verdict.holes:
+                plan.swap_holes[target] = list(verdict.holes)
+            if verdict.reader:
+                plan.swap_stays[target] = verdict.reader
+        return plan
 
     def _select(self, key: str, index: int, why: dict[str, str]) -> list[str]:
         """What one `select_*` key names in a layer, each part once, and the log lines for it."""
@@ -359,9 +355,8 @@ def head_lines(work: Work) -> list[str]:
     return lines
 
 
-def report(work: Work) -> None:
-    """Warnings that are about many layers at once: undone swaps, and patterns that name nothing."""
-    report_lost(work)
+def report_patterns(work: Work) -> None:
+    """Warnings about patterns that name nothing, or something else than they look like."""
     defaults: dict[str, list[tuple[str, list[Found]]]] = {}
     is_default = {(path, pattern): default for path, pattern, default in work.patterns()}
     for (path, pattern), found in work.asked.items():

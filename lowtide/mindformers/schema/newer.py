@@ -15,6 +15,7 @@ the first.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,12 +23,10 @@ from typing import Any
 
 from lowtide.config.source import join_path
 from lowtide.errors import did_you_mean
-from lowtide.mindformers.schema.grid import make_grid
 from lowtide.mindformers.schema.issues import Issues
-from lowtide.mindformers.schema.layers import Resolution, Work, report_lost, report_nothing
-from lowtide.mindformers.schema.names import Names, Tree, find_whole, is_within, problem, trees_of
+from lowtide.mindformers.schema.names import Tree, find_whole, is_within, problem
 from lowtide.mindformers.schema.recompute import Recompute, Selection
-from lowtide.mindformers.schema.swap import Entry, Swap
+from lowtide.mindformers.schema.swap import Swap, mappings_in
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("mode", "full_recompute_layer", "select_module", "exclude_op", "use_reentrant"),
@@ -45,33 +44,18 @@ def is_newer(key: str, below: object) -> bool:
     return isinstance(below, Mapping) and any(name in known for name in below)
 
 
-def resolve_newer(
-    sections: Mapping[str, Any], *, num_layers: int, names: Names | None, issues: Issues, held: range | None = None
-) -> Resolution:
-    """What the sections mean for a model of `num_layers` layers, or for the layers `held` by one stage of it.
+def read_newer(
+    sections: Mapping[str, Any], *, trees: list[Tree | None], held: range, issues: Issues
+) -> tuple[Recompute, Swap, list[tuple[str, str]]]:
+    """The sections for a model with these layers, of which one stage has `held`; and (path, pattern) of what named
+    nothing.
 
     Raises `ConfigError` for what upstream refuses; for what it warns about, or silently leaves out, unless `compat`.
     """
-    grid = make_grid(num_layers, 1, 1, 0, issues)
-    indices = range(num_layers) if held is None else held
-    reader = _NewerReader(num_layers=num_layers, trees=trees_of(names, num_layers, issues), held=indices, issues=issues)
+    reader = _NewerReader(num_layers=len(trees), trees=trees, held=held, issues=issues)
     swap = reader.swap(reader.section(sections, "swap"))
     recompute = reader.recompute(reader.section(sections, "recompute"), reader.section(sections, "recompute_comm"))
-    work = Work(grid=grid, trees=reader.trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
-    layers = [work.layer(index) for index in indices]
-    report_lost(work)
-    for path, pattern in reader.unmatched:
-        report_nothing(work, path, f"'{pattern}'", pattern)
-    issues.note_foreign()
-    return Resolution(
-        num_layers_per_stage=grid.table(),
-        normalized=recompute.normalized() | swap.normalized(),
-        layers=layers,
-        log_lines=[],
-        warnings=issues.warnings,
-        notes=issues.notes,
-        prefetch_unit="layers",
-    )
+    return recompute, swap, reader.unmatched
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,9 +111,7 @@ class _NewerReader:
             "select_recompute_exclude": excluded,
             "select_comm_recompute_exclude": {},
         }
-        return Recompute(
-            full=Selection(shown=full, grid=None, path=path), by_key=by_key, removed=(), takes_modules=True
-        )
+        return Recompute(full=Selection(shown=full, path=path), by_key=by_key, removed=(), takes_modules=True)
 
     def _mode(self, section: Mapping[str, Any]) -> str | None:
         for key in _BEFORE_MODE:
@@ -178,18 +160,18 @@ class _NewerReader:
                     fix="write all its layers into one entry",
                 )
             layers = self.layers(item["layers"], f"{path}.layers", prefetch=prefetch)
-            swapped_whole = whole[0].layers if whole else []
+            swapped_whole = whole[0].shown if whole else []
             assert isinstance(swapped_whole, list)
             wanted[name] = ([index for index in layers if index not in swapped_whole], path)
         ops = {
-            pattern: (Entry(prefetch=prefetch, layers=list(selection.shown), path=selection.path),)  # type: ignore[arg-type]
+            pattern: (dataclasses.replace(selection, prefetch=prefetch),)
             for pattern, selection in self._expanded(wanted).items()
         }
         if not whole and not ops and not self.unmatched:
             self.issues.note("swap: it is enabled, but layer_swap and op_swap are empty, so nothing is swapped")
         return Swap(is_on=True, layers=whole, ops=ops)
 
-    def _whole_layers(self, value: Any, prefetch: int) -> tuple[Entry, ...]:
+    def _whole_layers(self, value: Any, prefetch: int) -> tuple[Selection, ...]:
         entries = self._entries(value, "swap.layer_swap")
         for _, path in entries[1:]:
             self.issues.tolerate(
@@ -198,21 +180,15 @@ class _NewerReader:
                 meaning="ignored",
                 fix="write all layers into the first entry",
             )
-        return tuple(
-            Entry(prefetch=prefetch, layers=self.layers(item["layers"], f"{path}.layers", prefetch=prefetch), path=path)
-            for item, path in entries[:1]
-        )
+        found = []
+        for item, path in entries[:1]:
+            layers = self.layers(item["layers"], f"{path}.layers", prefetch=prefetch)
+            found.append(Selection(shown=layers, path=path, prefetch=prefetch))
+        return tuple(found)
 
     def _entries(self, value: Any, path: str) -> list[tuple[Mapping[str, Any], str]]:
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            self.issues.refuse(path, f"must be a list of mappings, not {value!r}")
-        found = []
-        for index, item in enumerate(value):
-            where = join_path(path, index)
-            if not isinstance(item, Mapping):
-                self.issues.refuse(where, f"must be a mapping with layers, not {item!r}")
+        found = mappings_in(value, path, "layers", self.issues)
+        for item, where in found:
             if "layers" not in item:
                 self.issues.refuse(where, "has no layers; write a list such as ['0-3']")
             for key in item:
@@ -223,7 +199,6 @@ class _NewerReader:
                         meaning="ignored",
                         fix="remove it; default_prefetch is for all",
                     )
-            found.append((item, where))
         return found
 
     # ---- layers and names
@@ -292,7 +267,7 @@ class _NewerReader:
             for name, path in paths.items():
                 if not any(other != name and is_within(name, other) for other in paths):
                     chosen.setdefault(_pattern(name), ([], path))[0].append(index)
-        return {pattern: Selection(shown=layers, grid=None, path=path) for pattern, (layers, path) in chosen.items()}
+        return {pattern: Selection(shown=layers, path=path) for pattern, (layers, path) in chosen.items()}
 
 
 def _pattern(name: str) -> str:

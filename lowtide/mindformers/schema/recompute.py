@@ -29,6 +29,7 @@ from lowtide.config.source import join_path
 from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.grid import Grid, Table
 from lowtide.mindformers.schema.issues import Issues
+from lowtide.mindformers.schema.names import looks_like
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class _Reader:
     ) -> Selection:
         if by_index:
             shown: Any = self._indices(value, path, of_op=of_op)
-            return Selection(shown=shown, grid=None, path=path, is_default=is_default)
+            return Selection(shown=shown, path=path, is_default=is_default)
         shown = self.table(value, path)
         as_logged = as_logged_by_upstream(value, shown)
         return Selection(shown=shown, grid=self.grid, path=path, is_default=is_default, as_logged=as_logged)
@@ -284,15 +285,21 @@ _DEFAULT_OPS = {
 _DEFAULT_COMM_OPS = (r".*\.norm",)
 
 
+Prefetch = int | str
+"""Operators ahead of the first reader; `Auto` is upstream's word for 1."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Where one pattern, or recompute of whole layers, applies."""
+    """Where one pattern, or recompute or swap of whole layers, applies."""
 
     shown: Table | list[int] | bool
     """As upstream prints it: a table of counts, a list of indices, or `True`."""
-    grid: Grid | None
+    grid: Grid | None = None
     """None: `shown` names layers; else it counts them."""
     path: str
+    prefetch: Prefetch = 1
+    """Of a swap."""
     is_default: bool = False
     """The pattern is from the built-in list, not written by the user."""
     as_logged: str = ""
@@ -453,8 +460,6 @@ def check_indices(indices: list[int], path: str, num_layers: int, issues: Issues
 
 def _remove_excluded(by_key: dict[str, dict[str, Selection]], key: str, grid: Grid, issues: Issues) -> list[Any]:
     """An exclude takes the first selecting pattern that looks the same out of the selection, for every layer."""
-    from lowtide.mindformers.schema.names import looks_like
-
     selected, removed = by_key[key], []
     for pattern, exclude in by_key[f"{key}_exclude"].items():
         twin = next((name for name in selected if looks_like(name, pattern)), None)

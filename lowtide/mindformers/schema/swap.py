@@ -21,29 +21,12 @@ from typing import Any
 from lowtide.config.source import join_path
 from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.issues import Issues
-from lowtide.mindformers.schema.recompute import check_indices, is_foreign, unknown_key
+from lowtide.mindformers.schema.recompute import Prefetch, Selection, check_indices, is_foreign, unknown_key
 
 KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap")
 ENTRY_KEYS = ("op_name", "backward_prefetch", "layers")
 ROOT = "swap_config"
 DEFAULT_OP = r".*\.flash_attention"
-Prefetch = int | str
-"""Operators ahead of the first reader; `Auto` is upstream's word for 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Some layers and their prefetch distance."""
-
-    prefetch: Prefetch
-    layers: list[int] | bool
-    path: str
-
-    def covers(self, layer: int) -> bool:
-        return self.layers if isinstance(self.layers, bool) else layer in self.layers
-
-    def shown(self) -> dict[str, Any]:
-        return {"backward_prefetch": self.prefetch, "layers": self.layers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +36,36 @@ class Swap:
     is_on: bool = False
     is_default: bool = False
     """Neither list was given."""
-    layers: tuple[Entry, ...] = ()
-    ops: Mapping[str, tuple[Entry, ...]]
+    layers: tuple[Selection, ...] = ()
+    ops: Mapping[str, tuple[Selection, ...]]
     """Pattern -> entries, in the order written."""
 
     def normalized(self) -> dict[str, Any]:
         if not self.is_on:
             return {"layer_swap": [], "op_swap": {}}
-        ops = {pattern: [entry.shown() for entry in entries] for pattern, entries in self.ops.items()}
-        return {"layer_swap": [entry.shown() for entry in self.layers], "op_swap": ops}
+        ops = {pattern: _shown(entries) for pattern, entries in self.ops.items()}
+        return {"layer_swap": _shown(self.layers), "op_swap": ops}
 
 
-def first_entry(entries: tuple[Entry, ...], layer: int) -> Entry | None:
+def _shown(entries: tuple[Selection, ...]) -> list[dict[str, Any]]:
+    return [{"backward_prefetch": entry.prefetch, "layers": entry.shown} for entry in entries]
+
+
+def first_entry(entries: tuple[Selection, ...], layer: int) -> Selection | None:
     return next((entry for entry in entries if entry.covers(layer)), None)
+
+
+def mappings_in(value: Any, path: str, keys: str, issues: Issues) -> list[tuple[Mapping[str, Any], str]]:
+    """Each mapping of a list with its place; none for None. `keys`: what one must have, for messages."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        issues.refuse(path, f"must be a list of mappings, not {value!r}")
+    items = [(item, join_path(path, index)) for index, item in enumerate(value)]
+    for item, where in items:
+        if not isinstance(item, Mapping):
+            issues.refuse(where, f"must be a mapping with {keys}, not {item!r}")
+    return items
 
 
 def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -> Swap:
@@ -93,7 +93,7 @@ def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -
             )
             default = 1
         written = "default_prefetch" if "default_prefetch" in config else "swap"
-        entry = Entry(prefetch=default, layers=True, path=join_path(ROOT, written))
+        entry = Selection(prefetch=default, shown=True, path=join_path(ROOT, written))
         return Swap(is_on=is_on, is_default=True, ops={DEFAULT_OP: (entry,)})
     reader = _SwapReader(num_layers=num_layers, is_on=is_on, issues=issues)
     swap = Swap(is_on=is_on, layers=reader.layer_swap(layer_swap), ops=reader.op_swap(op_swap))
@@ -115,11 +115,11 @@ class _SwapReader:
     is_on: bool
     issues: Issues
 
-    def layer_swap(self, value: Any) -> tuple[Entry, ...]:
+    def layer_swap(self, value: Any) -> tuple[Selection, ...]:
         path = f"{ROOT}.layer_swap"
         return self._entries(self._items(value, path), path)
 
-    def op_swap(self, value: Any) -> dict[str, tuple[Entry, ...]]:
+    def op_swap(self, value: Any) -> dict[str, tuple[Selection, ...]]:
         path = f"{ROOT}.op_swap"
         by_name: dict[str, list[tuple[Mapping, str]]] = {}
         for item, where in self._items(value, path):
@@ -128,19 +128,9 @@ class _SwapReader:
         return {name: self._entries(items, f"{path} of '{name}'") for name, items in by_name.items()}
 
     def _items(self, value: Any, path: str) -> list[tuple[Mapping, str]]:
-        if value is None:
-            return []
         if isinstance(value, Mapping):
             return [(value, path)]
-        if not isinstance(value, list):
-            self.issues.refuse(path, f"must be a list of mappings, not {value!r}")
-        items = []
-        for index, item in enumerate(value):
-            where = join_path(path, index)
-            if not isinstance(item, Mapping):
-                self.issues.refuse(where, f"must be a mapping with backward_prefetch and layers, not {item!r}")
-            items.append((item, where))
-        return items
+        return mappings_in(value, path, "backward_prefetch and layers", self.issues)
 
     def _names(self, item: Mapping, path: str) -> list[str]:
         if "op_name" not in item:
@@ -152,10 +142,10 @@ class _SwapReader:
             return list(names)
         self.issues.refuse(f"{path}.op_name", f"must be a name or a list of names, not {names!r}")
 
-    def _entries(self, items: list[tuple[Mapping, str]], path: str) -> tuple[Entry, ...]:
+    def _entries(self, items: list[tuple[Mapping, str]], path: str) -> tuple[Selection, ...]:
         """The entries of one name; one that says `layers: true` must agree with the others, and replaces them."""
         entries = [self._entry(item, where) for item, where in items]
-        if any(entry.layers is True for entry in entries):
+        if any(entry.shown is True for entry in entries):
             first = entries[0]
             for entry in entries:
                 if entry.prefetch != first.prefetch:
@@ -164,10 +154,10 @@ class _SwapReader:
                         f"has backward_prefetch {entry.prefetch}, but another entry of {path.rsplit('.', 1)[-1]} has "
                         f"{first.prefetch} and one says layers: true; write one prefetch, or list the layers",
                     )
-            return (Entry(prefetch=first.prefetch, layers=True, path=first.path),)
+            return (Selection(prefetch=first.prefetch, shown=True, path=first.path),)
         return tuple(entries)
 
-    def _entry(self, item: Mapping, path: str) -> Entry:
+    def _entry(self, item: Mapping, path: str) -> Selection:
         if "layers" not in item:
             self.issues.refuse(path, "has no layers; write layers: true or a list of layer indices")
         layers = self._layers(item["layers"], f"{path}.layers")
@@ -180,7 +170,7 @@ class _SwapReader:
                     join_path(path, str(key)), "is not a known key", meaning=f"ignored; {hint}", fix=hint
                 )
         prefetch = _prefetch(item["backward_prefetch"], f"{path}.backward_prefetch", self.issues, is_on=self.is_on)
-        return Entry(prefetch=prefetch, layers=layers, path=path)
+        return Selection(prefetch=prefetch, shown=layers, path=path)
 
     def _layers(self, value: Any, path: str) -> list[int] | bool:
         if isinstance(value, bool):

@@ -13,8 +13,7 @@ from torch import nn
 from lowtide.config.memory import plan_from_rules
 from lowtide.core.log import LOG
 from lowtide.engines.base import Engine, EngineChoice
-from lowtide.engines.choose import choose_engine
-from lowtide.engines.device_memory import memory_of_model
+from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import ConfigError
 from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.runtime.autopilot.autopilot import Autopilot

@@ -17,7 +17,7 @@ from torch import nn
 from lowtide.config.memory import MemoryConfig, check_unit, load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.engines.device_memory import memory_of_model
+from lowtide.engines.choose import memory_of_model
 from lowtide.errors import ConfigError, check_function
 from lowtide.loss.attach import sliced_where
 from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change

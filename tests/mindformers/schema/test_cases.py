@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.mindformers.schema import Resolution, resolve
+from lowtide.mindformers.schema import Resolution
+from tests.support.sections import resolve
 
 FOLDER = Path(__file__).parent / "cases"
 TREES = json.loads((FOLDER / "trees.json").read_text())

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.mindformers.schema import resolve
+from tests.support.sections import resolve
 
 
 @st.composite

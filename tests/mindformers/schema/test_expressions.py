@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import ConfigError
-from lowtide.mindformers.schema import resolve
 from lowtide.mindformers.schema.names import fits, problem
+from tests.support.sections import resolve
 
 ATOMS = ["a", "b", ".", "[ab]", "[^a]", r"\w", r"\d", "(a|b)", "(ab|a)", "(|a)", "^", "$", "(?=a)", "(?!b)", "(?:b)"]
 REPEATS = st.sampled_from(["", "", "*", "+", "?", "{2}", "{0,3}", "{2,}", "*?", "+?"])

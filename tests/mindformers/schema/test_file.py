@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def test_a_file_of_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_arguments_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, monkeypatch, UPSTREAM)
-    result = read_sections(path).resolve(num_layers=6, pipeline_stage=3, pp_interleave_num=1, offset=[1, 0, -1])
+    sections = replace(read_sections(path), pipeline_stage=3, pp_interleave_num=1, offset=[1, 0, -1])
+    result = sections.resolve(num_layers=6)
     assert result.num_layers_per_stage == [[3, 2, 1]]
 
 
@@ -111,7 +113,7 @@ def test_a_run_file_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_errors_have_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
     path = write(tmp_path, monkeypatch, text)
     with pytest.raises(ConfigError) as caught:
-        read_sections(path).resolve(compat=False)
+        replace(read_sections(path), compat=False).resolve()
     assert str(caught.value) == message
 
 
@@ -155,4 +157,4 @@ def test_the_sections_wait_for_the_model(tmp_path: Path, monkeypatch: pytest.Mon
     sections = read_sections(write(tmp_path, monkeypatch, UPSTREAM))
     assert (sections.num_layers, sections.num_extra_layers, sections.compat) == (7, 1, True)
     assert len(sections.resolve().layers) == 8
-    assert len(sections.resolve(num_layers=4, pipeline_stage=2, pp_interleave_num=2).layers) == 4
+    assert len(replace(sections, pipeline_stage=2, pp_interleave_num=2).resolve(num_layers=4).layers) == 4

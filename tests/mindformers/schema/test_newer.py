@@ -16,7 +16,7 @@ NUM_LAYERS = 8
 
 
 def resolve(compat: bool = False, num_layers: int = NUM_LAYERS, **newer: Any) -> Resolution:
-    return Sections(newer=newer, num_layers=num_layers, compat=compat).resolve(names=TREE)
+    return Sections(written=newer, num_layers=num_layers, compat=compat).resolve(names=TREE)
 
 
 def by_layer(result: Resolution, name: str) -> dict[int, Any]:

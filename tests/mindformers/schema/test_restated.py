@@ -9,8 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.mindformers.schema import Resolution, resolve
+from lowtide.mindformers.schema import Resolution
 from tests.mindformers.schema.restated import Layer, Model, expected, model_of
+from tests.support.sections import resolve
 
 TREE = json.loads((Path(__file__).parent / "cases" / "upstream_trees.json").read_text())["llama_legacy"]
 PATTERNS = [

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.mindformers.schema import Resolution, resolve
+from lowtide.mindformers.schema import Resolution
+from tests.support.sections import resolve
 
 CASES = Path(__file__).parent / "cases"
 TRAPS = json.loads((CASES / "traps.json").read_text(encoding="utf-8"))

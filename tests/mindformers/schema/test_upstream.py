@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.mindformers.schema import resolve
 from tests.mindformers.schema.upstream import misses
+from tests.support.sections import resolve
 
 CASES = json.loads((Path(__file__).parent / "cases" / "upstream.json").read_text())
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.mindformers.schema import Resolution, read_sections, resolve
+from lowtide.mindformers.schema import Resolution, read_sections
+from tests.support.sections import resolve
 
 OFFSET = [[0, 1], [1, 0]]
 """10 layers, 2 to a cell: stage 0 has layers 0-1 and 7-9, stage 1 has 2-4 and 5-6."""

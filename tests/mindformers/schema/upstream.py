@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ConfigError
-from lowtide.mindformers.schema import Resolution, resolve
+from lowtide.mindformers.schema import Resolution
+from tests.support.sections import resolve
 
 TREES = json.loads((Path(__file__).parent / "cases" / "upstream_trees.json").read_text())
 _NOT_LOGGED_HERE = re.compile(

@@ -14,7 +14,6 @@ import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
 from lowtide.core.log import Listener
-from lowtide.engines.base import Bandwidth
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling import op_timer
 from lowtide.profiling.observe_step import observe
@@ -464,8 +463,8 @@ class Boastful(ClockedEngine):
 
     name = "boastful"
 
-    def probe_bandwidth(self, nbytes: int) -> Bandwidth:
-        return Bandwidth(out_bytes_per_second=1e13, in_bytes_per_second=1e13)
+    def probe_bandwidth(self, nbytes: int) -> Link:
+        return Link(out_bytes_per_second=1e13, in_bytes_per_second=1e13)
 
 
 def test_a_link_that_is_slower_than_its_probe_says_is_corrected() -> None:

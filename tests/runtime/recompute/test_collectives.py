@@ -25,12 +25,12 @@ from lowtide.core.recipe import RecipeStep
 from lowtide.errors import ConfigError
 from lowtide.mindformers.follow import follow, sections_in
 from lowtide.mindformers.plan import plan_sections, with_own_groups
-from lowtide.mindformers.schema import resolve
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.live_bytes import plain_parts
 from lowtide.tensors.wrappers import is_desugared
 from tests.support import parallel_llama, processes, tensor_parallel_llama
 from tests.support.parallel_llama import BATCH, TOKENS, WIDTH
+from tests.support.sections import resolve
 from tests.support.virtual_engine import virtual
 
 NUM_LAYERS = 3
