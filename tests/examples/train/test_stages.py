@@ -112,8 +112,7 @@ def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
     train(load_run("alone.yaml"))
     memory = {"budget": "430KB", "min_bytes": 0}
     sections = {"pipeline": DUALPIPEV, "memory": memory}
-    write("half", sections=sections, output_dir="resumed", steps=2, engine="host")
-    write("rest", sections=sections, output_dir="resumed", engine="host")
+    write("planned", sections=sections, engine="host")
     small = DUALPIPEV | {"schedule": "1f1b"}
     table = {"recompute": [[1, 0], [0, 1]], "select_recompute": {r"feed_forward\.mul": [[0, 1], [1, 0]]}}
     write("file", sections={"pipeline": DUALPIPEV, "recompute_config": table})
@@ -122,17 +121,17 @@ def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
     write("small", sections={"pipeline": small, "memory": memory | {"budget": "100KB"}})
     code = """
     import os
-    for name, port in zip(("half", "rest", "file", "state", "small"), os.environ["MORE_PORTS"].split()):
+    for name, port in zip(("planned", "file", "state", "small"), os.environ["MORE_PORTS"].split()):
         train(load_run(f"{name}.yaml"))
         os.environ["MASTER_PORT"] = port
     """
     first, second = on_ranks(code)
     assert (first[0], second[0]) == (2, 2)
-    for name in ("resumed", "file", "state"):
+    for name in ("planned", "file", "state"):
         assert losses(name) == losses("alone")
     # By the file layers 0 and 2 run again as a whole: the row that comes back is written by stage. Rank 1 is silent.
     assert ["Set full recompute at layer 0" in first[2], "Set full recompute at layer 3" in first[2]] == [True, False]
-    for step in steps_of("resumed"):
+    for step in steps_of("planned"):
         assert step["tide"]["recomputed_bytes"] + step["tide"]["swapped_bytes"] > 0
         assert step["peak_bytes"] <= step["plan"]["predicted_peak_bytes"] <= 430_000
     said = first[2].splitlines()
