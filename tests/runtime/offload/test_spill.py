@@ -47,7 +47,7 @@ def _spilled(
     return result, stats
 
 
-@pytest.mark.parametrize(("name", "fate"), in_turn(4, zoo.CASES, FATES))
+@pytest.mark.parametrize(("name", "fate"), in_turn(2, zoo.CASES, reversed(FATES)))
 def test_a_limit_of_nothing_spills_everything_and_changes_no_bit(name: str, fate: str) -> None:
     memory = FATES[fate]
     truth = zoo.plain_result(name, SEED, num_steps=2, accumulate=2)
