@@ -224,8 +224,8 @@ def build_after_seed(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         return build(name)
 
 
-ON_THE_HOST = ("gru_and_attention", "bert")
-"""All on the virtual engine, at the floor; on the host the other four are `make test-extended`'s."""
+ON_THE_HOST = ("bert",)
+"""All on the virtual engine, at the floor; on the host the other five are `make test-extended`'s."""
 WAYS = [(name, 0.0, virtual(3)) for name in MODELS] + [
     pytest.param(name, 0.4, "host", marks=[] if name in ON_THE_HOST else [pytest.mark.extended]) for name in MODELS
 ]

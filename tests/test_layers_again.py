@@ -21,6 +21,7 @@ from lowtide.profiling.observe_step import observe
 from lowtide.tensors.second_run import why_not_rerun
 from lowtide.timeline.step import Link
 from tests.support import zoo
+from tests.support.grid import in_turn
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 from tests.test_first_forward_budget import Counted, build, tokens
@@ -70,8 +71,7 @@ def test_bits_and_peaks_of_layers_that_run_again(name: str, engine: str) -> None
         assert audit.peak_bytes >= 0.85 * plan.predicted.peak_bytes
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["bert", "shared_layers", "gru_and_attention"])
+@pytest.mark.parametrize(("name", "share"), in_turn(2, ["bert", "shared_layers", "gru_and_attention"], [0.0, 0.5]))
 def test_a_rule_on_all_layers_beside_a_budget(name: str, share: float) -> None:
     """Budgets from the floor on, in every step, on models that the zoo does not have."""
     model, _ = build(name)

@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 1024,
 }
@@ -58,12 +58,12 @@ def test_rows_are_those_of_plans_by_rules(capsys: pytest.CaptureFixture[str]) ->
     forms = {
         "plain": {"recompute": "none"},
         "every layer checkpointed": {"recompute": "all"},
-        "every second layer": {"recompute": ["model.layers.0", "model.layers.2"]},
+        "every second layer": {"recompute": ["model.layers.0"]},
     }
     for name, rules in forms.items():
         memory = {"swap": "none", "loss": "plain", "keep": [], **rules}
         if name == "every second layer":
-            memory["keep"] = ["model.layers.1", "model.layers.3"]
+            memory["keep"] = ["model.layers.1"]
         found = lowtide.plan(model, batch, "1TiB", memory=memory, optimizer=optimizer, hardware="h100").predicted
         assert found is not None
         assert rows[name]["peak_bytes"] == pytest.approx(found.peak_bytes, abs=256), name  # one group of weights more
@@ -78,7 +78,7 @@ def test_rows_are_those_of_plans_by_rules(capsys: pytest.CaptureFixture[str]) ->
     weights = sum(
         weight.numel() for name, weight in model.named_parameters() if "norm" not in name and "embed" not in name
     )
-    attention = 3.5 * 4 * 2 * 512**2 * 64 * 4 / 2  # forward once, backward 2.5 times; causal: half of it
+    attention = 3.5 * 4 * 2 * 512**2 * 64 * 2 / 2  # forward once, backward 2.5 times; causal: half of it
     flops = rows["plain"]["mfu"] * rows["plain"]["step_seconds"] * rate()
     assert flops == pytest.approx(6 * weights * tokens + attention, rel=0.02)
 

@@ -46,6 +46,14 @@ class Counted:
         return getattr(self._host, name)
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The text of a cache with one link."""
+    cache = tmp_path_factory.mktemp("links") / "links.json"
+    measure_link(Counted(), CPU, cache=cache)
+    return cache.read_text()
+
+
 def test_the_host_engine_is_measured(tmp_path: Path) -> None:
     engine = HostEngine(directory=str(tmp_path))
     try:
@@ -81,9 +89,9 @@ def test_what_it_takes_to_start_copies_is_lost_to_compute() -> None:
     assert engine.memory_in_use() == {"disk": 0}
 
 
-def test_places_are_links_of_their_own(tmp_path: Path) -> None:
+def test_places_are_links_of_their_own(tmp_path: Path, measured: str) -> None:
     cache = tmp_path / "links.json"
-    measure_link(Counted(), CPU, cache=cache)
+    cache.write_text(measured)
     measure_link(Counted(), CPU, cache=cache, place="/fast")
     assert len(json.loads(cache.read_text())) == 2
 
@@ -107,10 +115,9 @@ def test_where_it_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert cache_path() == tmp_path / "lowtide" / "links.json"
 
 
-def test_what_was_measured_in_another_way_is_measured_anew(tmp_path: Path) -> None:
+def test_what_was_measured_in_another_way_is_measured_anew(tmp_path: Path, measured: str) -> None:
     cache = tmp_path / "links.json"
-    measure_link(Counted(), CPU, cache=cache)
-    ((key, known),) = json.loads(cache.read_text()).items()
+    ((key, known),) = json.loads(measured).items()
     cache.write_text(json.dumps({key.replace(" 2nd", ""): known}))
     engine = Counted()
     measure_link(engine, CPU, cache=cache)

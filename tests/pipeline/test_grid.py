@@ -1,5 +1,5 @@
 """Every schedule, every fate, models of transformers: losses, norms, gradients and weights of three steps are those of
-one process, to the bit. A selection that has every pair of settings; `extended` has all combinations."""
+one process, to the bit. A selection that has every fate with every model and every schedule; `extended` has all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = tuple[str, str, str]
 
 
 def selected() -> dict[int, list[Row]]:
-    """For 2 and 4 ranks, so few rows that each pair of model, schedule, fate and ranks is in one of them."""
+    """For 2 and 4 ranks, so few rows that each fate is there with each model and each schedule, on either number."""
     every = [(num_ranks, *row) for num_ranks in (2, 4) for row in itertools.product(MODELS, names_of(num_ranks), FATES)]
     missing = {pair for row in every for pair in pairs(row)}
     found: dict[int, list[Row]] = {2: [], 4: []}
@@ -35,7 +35,8 @@ def selected() -> dict[int, list[Row]]:
 
 
 def pairs(row: tuple) -> Iterator[tuple]:
-    return itertools.combinations(enumerate(row), 2)
+    """All but that of a model and a schedule, which meet in the stages alone."""
+    return (pair for pair in itertools.combinations(enumerate(row), 2) if (pair[0][0], pair[1][0]) != (1, 2))
 
 
 def check(rows: list[Row], num_ranks: int, folder: Path) -> None:
@@ -46,7 +47,7 @@ def check(rows: list[Row], num_ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_selection_with_every_pair_of_settings(num_ranks: int, tmp_path: Path) -> None:
+def test_a_selection_with_every_fate_of_every_model_and_schedule(num_ranks: int, tmp_path: Path) -> None:
     check(selected()[num_ranks], num_ranks, tmp_path)
 
 

@@ -97,13 +97,10 @@ def check(name: str, rules: Mapping[str, Any], num_budgets: int) -> None:
     with pytest.raises(BudgetError) as caught:
         planner.plan(1)
     floor_bytes = caught.value.floor_bytes
-    low, high = 1, max(most.peak_bytes, floor_bytes)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if planner.fits(middle) else (middle, high)
-    assert high == floor_bytes, "the smallest budget that has a plan"
-    top_bytes = max(most.peak_bytes, most.plain_peak_bytes)
     draw = random.Random(name)
+    smaller = (floor_bytes - 1, draw.randint(1, floor_bytes - 1))
+    assert not any(planner.fits(budget_bytes) for budget_bytes in smaller), "the smallest budget that has a plan"
+    top_bytes = max(most.peak_bytes, most.plain_peak_bytes)
     budgets = sorted({floor_bytes, top_bytes, *(draw.randint(floor_bytes, top_bytes) for _ in range(num_budgets - 2))})
     slowest = float("inf")
     for budget_bytes in budgets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -44,12 +45,14 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
-@pytest.fixture(scope="module")
-def profile() -> Profile:
+@functools.cache
+def _profile() -> Profile:
     return trace_fake(_model(), (torch.zeros(512, 64),), hardware=load_hardware("cpu"), loss=torch.sum)
 
 
-def _report(profile: Profile, share: float = 0.5) -> Report:
+@functools.cache
+def _report(share: float = 0.5) -> Report:
+    profile = _profile()
     config = load_memory({"budget": "1GiB", "min_bytes": 0})
     whole = plan_profile(profile, config, link=LINK).predicted
     assert whole is not None
@@ -61,8 +64,8 @@ def _report(profile: Profile, share: float = 0.5) -> Report:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_the_bytes_of_all_owners_are_the_curve(profile: Profile, share: float) -> None:
-    report = _report(profile, share)
+def test_the_bytes_of_all_owners_are_the_curve(share: float) -> None:
+    report = _report(share)
     played, plan = report.played, report.plan
     assert played is not None and plan is not None and plan.predicted is not None
     assert tuple(map(sum, zip(*played.bytes_by_owner, strict=True))) == played.curve.planned_bytes
@@ -75,7 +78,8 @@ def test_the_bytes_of_all_owners_are_the_curve(profile: Profile, share: float) -
     assert played.step_seconds == pytest.approx(plan.predicted.pass_seconds, rel=1e-9)
 
 
-def test_what_a_plan_swaps_is_in_the_lanes(profile: Profile) -> None:
+def test_what_a_plan_swaps_is_in_the_lanes() -> None:
+    profile = _profile()
     config = load_memory({"budget": "1GiB", "min_bytes": 0, "swap": ["0", "1"]})
     plan = plan_profile(profile, config, link=LINK)
     played = play(plan, profile, config, link=LINK)
@@ -87,8 +91,8 @@ def test_what_a_plan_swaps_is_in_the_lanes(profile: Profile) -> None:
     assert swapped <= set(names)
 
 
-def test_the_page_stands_alone(profile: Profile) -> None:
-    report = _report(profile)
+def test_the_page_stands_alone() -> None:
+    report = _report()
     text = page(report)
     assert text == page(report)  # no dates, no random ids
     assert not re.search(r"(?:src|href|srcset)=\"(?!data:)", text)
@@ -103,8 +107,8 @@ def test_the_page_stands_alone(profile: Profile) -> None:
     assert len(text.encode()) < 2_000_000
 
 
-def test_the_document_has_the_same_figures(profile: Profile) -> None:
-    report = _report(profile)
+def test_the_document_has_the_same_figures() -> None:
+    report = _report()
     assert report.plan is not None and report.plan.predicted is not None
     content = json.loads(json.dumps(document(report)))
     assert max(content["step"]["planned_bytes"]) == report.plan.predicted.peak_bytes
@@ -137,8 +141,8 @@ def test_a_run_within_a_budget(tmp_path: Path) -> None:
     tide.remove()
 
 
-def test_the_caption_of_other_budgets_says_where_the_search_ended_early(profile: Profile) -> None:
-    report = _report(profile)
+def test_the_caption_of_other_budgets_says_where_the_search_ended_early() -> None:
+    report = _report()
     near = "Predicted: the best plan that a short search found for each budget."
     sure = [replace(swept, predicted=replace(swept.predicted, gap=0.01)) for swept in report.sweep]
     assert _sweep_caption(replace(report, sweep=tuple(sure))) == near
@@ -187,10 +191,10 @@ needs_a_browser = pytest.mark.skipif(not BROWSER, reason=f"no browser: none of {
 @pytest.mark.slow
 @needs_a_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_browser_draws_it(profile: Profile, theme: str, tmp_path: Path) -> None:
+def test_a_browser_draws_it(theme: str, tmp_path: Path) -> None:
     """The page is painted in its theme, top to bottom: no picture is missing."""
     html, shot = tmp_path / "plan.html", tmp_path / "plan.png"
-    html.write_text(page(_report(profile)), encoding="utf-8")
+    html.write_text(page(_report()), encoding="utf-8")
     dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1060,2200", *dark]
     subprocess.run(
@@ -205,7 +209,8 @@ def test_a_browser_draws_it(profile: Profile, theme: str, tmp_path: Path) -> Non
     assert kept in colours
 
 
-def test_beside_layers_that_run_again_stands_the_step_that_keeps_everything(profile: Profile) -> None:
+def test_beside_layers_that_run_again_stands_the_step_that_keeps_everything() -> None:
+    profile = _profile()
     config = load_memory({"budget": "1GiB", "min_bytes": 0, "recompute": ["1", "2"]})
     plan = plan_profile(profile, config, link=LINK)
     report = report_of_plan(plan, profile, config, link=LINK)
@@ -228,9 +233,9 @@ document.body.innerHTML = "<p id=found>" + JSON.stringify([innerWidth, wide]) + 
 </script></body>"""
 
 
-def test_what_is_wide_scrolls_in_a_box_of_its_own(profile: Profile) -> None:
+def test_what_is_wide_scrolls_in_a_box_of_its_own() -> None:
     """Tables, pictures and text in columns: the page is never wider than the screen. Each picture has both themes."""
-    text = page(_report(profile))
+    text = page(_report())
     assert text.count('<div class="wide">') == text.count("<table>") + text.count("<picture>") > 3
     assert text.count("prefers-color-scheme: dark)") == 1 + text.count("<picture>")
     assert re.search(r"\npre \{[^}]*overflow-x: auto", text) and ".wide { overflow-x: auto; }" in text
@@ -241,9 +246,9 @@ def test_what_is_wide_scrolls_in_a_box_of_its_own(profile: Profile) -> None:
 @needs_a_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280])
-def test_nothing_overflows_in_a_browser(width: int, theme: str, profile: Profile, tmp_path: Path) -> None:
+def test_nothing_overflows_in_a_browser(width: int, theme: str, tmp_path: Path) -> None:
     framed = tmp_path / "framed.html"
-    (tmp_path / "run.html").write_text(page(_report(profile)).replace("</body>", _WIDER), encoding="utf-8")
+    (tmp_path / "run.html").write_text(page(_report()).replace("</body>", _WIDER), encoding="utf-8")
     # A window is never narrower than 500 points; a frame is.
     framed.write_text(f'<iframe src="run.html" width="{width}" height="900"></iframe>', encoding="utf-8")
     scheme = {"light": "1", "dark": "0"}[theme]

@@ -263,7 +263,7 @@ def kept(
         it = Rank(name, rank, **(about or {}))
         with contextlib.closing(it.pipeline), it.fit(2**30, **rules) as plans:
             assert all(plan.does_nothing for plan in plans.plans.values()) == (recompute is None)
-            _, peaks = it.train(6, plans)  # how many messages are there at once is chance
+            _, peaks = it.train(3, plans)  # how many messages are there at once is chance
             found.append((plans.found.peak_bytes, max(peaks)))
     return found
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 
-def one_of(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Of each `step` cases in a row the first; the others are marked `extended`. A case is a value, or a tuple where
-    several names are parametrized at once."""
+def one_of(step: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
+    """Of each `step` cases in a row one, from the `first` on; the others are marked `extended`. A case is a value, or a
+    tuple where several names are parametrized at once."""
     return [
-        pytest.param(*case, marks=[] if at % step == 0 else [pytest.mark.extended])
+        pytest.param(*case, marks=[] if at % step == first else [pytest.mark.extended])
         for at, case in enumerate(case if isinstance(case, tuple) else (case,) for case in cases)
     ]
 

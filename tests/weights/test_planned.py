@@ -13,6 +13,7 @@ import lowtide
 from lowtide.errors import ConfigError
 from lowtide.units import MIB
 from tests.optimizer.test_planned_in_backward import Model, adamw, batch, momentum
+from tests.support.grid import one_of
 from tests.support.virtual_engine import VirtualEngine
 
 MEMORY = {"budget": "40MiB", "weights": "swap", "recompute": "none", "swap": "none"}
@@ -64,7 +65,7 @@ def assert_same(found: list[Any], plain: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("make", "set_to_none", "num_mib"),
-    [(adamw, True, 14), (momentum, False, 20)],
+    [(adamw, True, 14), pytest.param(momentum, False, 20, marks=pytest.mark.extended)],
 )
 def test_planned_steps_have_the_bits_of_plain_ones(make: Any, set_to_none: bool, num_mib: int) -> None:
     seen: dict[str, Any] = {}
@@ -93,7 +94,7 @@ def test_auto_moves_them_only_where_it_must() -> None:
     assert seen == [True, False]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", one_of(2, range(4)))
 def test_on_an_adversarial_engine(seed: int) -> None:
     engine = VirtualEngine(seed)
     found = trained(adamw, MEMORY, engine=engine)

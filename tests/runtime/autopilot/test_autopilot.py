@@ -22,6 +22,7 @@ from lowtide.runtime.session.tides import Tides
 from lowtide.timeline.step import Link
 from tests.engines.clocked import ClockedEngine
 from tests.support import two_ranks, zoo
+from tests.support.grid import one_of
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
@@ -125,7 +126,7 @@ ON_THE_HOST = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), [*ON_THE_HOST, *((name, virtual(3)) for name in NAMES)])
+@pytest.mark.parametrize(("name", "kind"), [*ON_THE_HOST, *one_of(2, [(name, virtual(3)) for name in NAMES])])
 def test_budgets_are_kept_and_no_bit_changes(name: str, kind: str) -> None:
     case = zoo.CASES[name]
     runs = []
