@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lowtide
-from lowtide.config.memory import check_unit
+from lowtide.config.memory import check_unit, load_memory
 from lowtide.core.budget import parse_budget
 from lowtide.core.log import Listener
+from lowtide.mindformers.follow import sections_in
+from lowtide.runtime.autopilot.plan_model import merged_config
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +54,17 @@ class Wish:
             except ValueError as error:
                 raise lowtide.ConfigError(str(error) if where in str(error) else f"{where}: budget: {error}") from None
 
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether `memory` asks for updates in backward, so that nothing can be done to all gradients after it."""
+        memory = self.memory
+        if isinstance(memory, lowtide.Plan):
+            return memory.optimizer is not None and memory.optimizer.overlap == "in_backward"
+        if memory is None or sections_in(memory) is not None:
+            return False
+        config = load_memory(memory) if self.budget is None else merged_config(memory, self.budget)
+        return config.optimizer == "in_backward" or config.weights != "keep"
+
 
 class Attached:
     """lowtide on one model, from `attach` to `remove`."""
@@ -66,12 +79,19 @@ class Attached:
         self._listener: Listener | None = None
         """Hears what lowtide says, on the rank that tells it."""
 
-    def attach(self, model: torch.nn.Module, optimizer: Any, *, speaks: bool) -> None:
+    def attach(self, model: torch.nn.Module, optimizer: Any, *, speaks: bool, needs: str = "") -> None:
         """Act on `model` from now on; `speaks`: this rank tells the user what happens. Raises what `optimize` does.
 
         What acted on the model before is taken off: a notebook cell that runs again has lost its handle.
+        `needs`: what of the trainer needs all gradients when backward is over. ConfigError where these are updated and
+        freed in backward.
         """
         self.remove()
+        if needs and self.wish.frees_gradients:
+            raise lowtide.ConfigError(
+                f"{self.wish.where}: memory updates each parameter in backward and frees its gradient, and {needs} "
+                "needs all gradients after that; leave out weights, and write optimizer: auto"
+            )
         if lowtide.current(model) is not None:
             lowtide.remove(model)
             if speaks:

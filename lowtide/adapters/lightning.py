@@ -53,7 +53,13 @@ class TideCallback(Callback):
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"TideCallback: needs one optimizer, and there are {len(trainer.optimizers)}")
         module = module_that_runs(pl_module, self._module)
-        self.attached.attach(module, trainer.optimizers[0], speaks=trainer.is_global_zero)
+        settings = {
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches > 1 and trainer.accumulate_grad_batches,
+            "precision": trainer.precision == "16-mixed" and trainer.precision,
+        }
+        needs = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
+        self.attached.attach(module, trainer.optimizers[0], speaks=trainer.is_global_zero, needs=needs)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.attached.step_begins()

@@ -15,6 +15,8 @@ Scalars: with each log, the entry of `state.log_history` gets the figures of `At
 reporters (TensorBoard, Weights & Biases) before the callbacks of users. `callback.log_to(trainer)` puts this callback
 first, so that the reporters get the figures too.
 
+Refused when training begins: updates in backward (`memory.optimizer: in_backward`, `memory.weights`), since Trainer
+takes the norm of all gradients in each step.
 Not covered: DeepSpeed and Megatron integrations, which bring models and optimizers of their own.
 """
 
@@ -72,7 +74,10 @@ class TideCallback(TrainerCallback):
         model = kwargs["model"]
         self._take_over(model, args, speaks=state.is_world_process_zero)
         try:
-            self.attached.attach(model, kwargs["optimizer"], speaks=state.is_world_process_zero)
+            speaks = state.is_world_process_zero
+            # Trainer takes it with and without clipping, to log it.
+            needs = "the norm of gradients that Trainer takes"
+            self.attached.attach(model, kwargs["optimizer"], speaks=speaks, needs=needs)
         except BaseException:
             self.remove()
             raise

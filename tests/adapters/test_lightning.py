@@ -120,6 +120,25 @@ def test_ten_steps_with_the_callback(habit: str, tmp_path: Path) -> None:
             assert saved_share(callback.tide) == 0  # a budget in which everything fits
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gradient_clip_val": 0.1, "precision": "bf16-mixed"}, "gradient_clip_val=0.1"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused_beside_updates_in_backward(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    callback = _callback(memory={"optimizer": "in_backward"})
+    with pytest.raises(lowtide.ConfigError) as caught:
+        _train(tmp_path, None, callback, **settings)
+    assert str(caught.value) == (
+        f"TideCallback: memory updates each parameter in backward and frees its gradient, and {said} needs all "
+        "gradients after that; leave out weights, and write optimizer: auto"
+    )
+
+
 def test_row_counts_reach_the_logger(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 

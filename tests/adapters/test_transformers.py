@@ -190,6 +190,18 @@ def test_reporters_get_the_figures_once_they_are_asked_to(joins: bool, tmp_path:
     assert first["lowtide/step_seconds"] > 0
 
 
+@pytest.mark.parametrize("memory", [{"optimizer": "in_backward"}, {"weights": "swap"}])
+def test_updates_in_backward_are_refused_when_training_begins(memory: dict[str, str], tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, _callback(memory={**SMALL, **memory}), max_grad_norm=0)
+    with pytest.raises(lowtide.ConfigError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "TideCallback: memory updates each parameter in backward and frees its gradient, and the norm of gradients "
+        "that Trainer takes needs all gradients after that; leave out weights, and write optimizer: auto"
+    )
+    assert patched_module(trainer.model) is None
+
+
 def test_a_callback_of_another_trainer_cannot_log() -> None:
     with pytest.raises(lowtide.ConfigError) as caught:
         _callback().log_to(_trainer(Path("out"), None))
