@@ -10,15 +10,14 @@ later; the runtime keeps such a layer, or says its name.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.tensors.private import tree_leaves, version_of
-from lowtide.tensors.remembered import PLAIN, Attributes, Name
+from lowtide.tensors.remembered import PLAIN
 from lowtide.tensors.snapshot import take
 
 CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
@@ -36,23 +35,8 @@ def why_not_rerun(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> 
         return f"its {next(iter(caches))} already holds tokens"
     leaves = tree_leaves((args, {key: value for key, value in kwargs.items() if key not in caches}))
     beside = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN]
-    iterator = reached_iterator(take(module, beside=beside or None, code=True, process=False).records)
+    iterator = take(module, beside=beside or None, code=True, process=False).iterator
     return f"it can reach an iterator, '{iterator}', which cannot be wound back" if iterator else ""
-
-
-def reached_iterator(records: Iterable[Any]) -> str:
-    """The name of the first iterator in attributes or dictionaries that a walk has found; empty if there is none."""
-    for record in records:
-        if isinstance(record, Attributes):
-            for key, value in record.then.items():
-                if is_iterator(value):
-                    return str(Name(record.name, key, record.is_item))
-    return ""
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether it moves on by itself; where a file stands can be read."""
-    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
 def num_cached(module: nn.Module, cache: Any) -> int:

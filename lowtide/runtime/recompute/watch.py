@@ -54,9 +54,8 @@ from lowtide.tensors.private import (
     storage_at,
     version_of,
 )
-from lowtide.tensors.remembered import WRAPPED, Attributes, State
-from lowtide.tensors.second_run import is_iterator, reached_iterator
-from lowtide.tensors.snapshot import host_generators, take
+from lowtide.tensors.remembered import WRAPPED, Attributes, Record, State
+from lowtide.tensors.snapshot import Snapshot, host_generators, is_iterator, take
 from lowtide.tensors.view import byte_view, same_bytes
 from lowtide.tensors.wrappers import inside
 
@@ -85,7 +84,7 @@ class Draws:
 
     def end(self, before: list[State]) -> None:
         """The forward pass is over."""
-        self.has_drawn |= any(next(each.changed(), None) is not None for each in before)
+        self.has_drawn |= not all(each.is_same() for each in before)
 
 
 class Watch:
@@ -376,6 +375,7 @@ class Before:
     __slots__ = (
         "_copies",
         "_flags",
+        "_generators",
         "_given",
         "_marks",
         "_modes",
@@ -405,13 +405,14 @@ class Before:
         self._flags = _flags_of(tree.tensors)
         self._parameters = _lent_parameters(watch.module) if watch.has_shards else []
         self._records = [record.again() for record in known.records]
-        self._given = self._walk(call.objects) if call.objects else []
-        self._walked: list[Any] | None = None
+        self._given = _without_modules(self._walk(call.objects).records()) if call.objects else []
+        self._walked: Snapshot | None = None
+        self._generators: list[State] = []
         self.flow: Flow | None = None
         if not known.is_settled and known.num_learned < _MAX_LEARNED:
             names = {record.name for record in known.records if isinstance(record, State)}
-            self._walked = [each for each in host_generators() if each.name not in names]
-            self._walked += self._walk([watch.module, call.own_forward()])
+            self._generators = [each for each in host_generators() if each.name not in names]
+            self._walked = self._walk([watch.module, call.own_forward()])
         self.path = None if is_first else known.path
         is_open = known.path is None and known.num_paths < _MAX_LEARNED
         if is_open and not is_forward_mode() and not tree.has_compiled:
@@ -441,12 +442,12 @@ class Before:
             with disable_current_modes():
                 self._copies = {key: (view := byte_view(storage), view.clone()) for key, storage in views.items()}
 
-    def _walk(self, roots: list[Any]) -> list[Any]:
+    def _walk(self, roots: list[Any]) -> Snapshot:
         modules = [root for root in roots if isinstance(root, nn.Module)]
         beside = [root for root in roots if root is not None and not isinstance(root, nn.Module)]
-        records = take(*modules, beside=beside or None, code=True, process=False).records
-        self._refuse_iterator(reached_iterator(records))
-        return [record for record in records if not _is_of_a_module(record)]
+        found = take(*modules, beside=beside or None, code=True, process=False)
+        self._refuse_iterator(found.iterator)
+        return found
 
     def _refuse_iterator(self, name: str) -> None:
         if name:
@@ -483,7 +484,8 @@ class Before:
         RecomputeRefusedError if it wrote to a tensor of which there is no copy."""
         known, watch, is_new = self.known, self.watch, self._walked is not None
         if self._walked is not None:
-            found = [record for record in self._walked if next(record.changed(), None) is not None]
+            found = _without_modules(self._walked.changed())
+            found += [each for each in self._generators if not each.is_same()]
             self._records += found
             known.records += found
             known.num_learned += 1
@@ -612,11 +614,14 @@ class Before:
             set_versions((tensor,), (version,))
 
 
-def _is_of_a_module(record: Any) -> bool:
-    """Whether a `Tree` has it: the attributes, tables and hooks of a module."""
-    if not isinstance(record, Attributes):
-        return False
-    return record.is_module or (not record.name.is_item and record.name.key in _OF_MODULES)
+def _without_modules(records: list[Record]) -> list[Record]:
+    """Those that a `Tree` has not: no attributes, tables and hooks of a module."""
+    return [
+        record
+        for record in records
+        if not isinstance(record, Attributes)
+        or not (record.is_module or (not record.name.is_item and record.name.key in _OF_MODULES))
+    ]
 
 
 def _key_of(tensor: torch.Tensor | None, weak: StorageWeakRef) -> int:
