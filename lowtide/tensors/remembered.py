@@ -2,7 +2,7 @@
 
 What: a `Record` is of a dictionary or of attributes (`Attributes`), a list or a set (`Items`), one value in its place
 (`Held`), or what has a state as a whole (`State`); a `TensorState` is of a tensor. All have `restore()`, which writes
-to nothing that did not change. A `Position` is of what moves on and cannot be wound back, so that it can at least be
+to nothing that did not change. `position_of` is of what moves on and cannot be wound back, so that it can at least be
 said.
 
 Cost: one shallow copy each; about 6 us for a small tensor. Not covered: what is reached from the thing remembered; the
@@ -68,7 +68,7 @@ class Record:
 
     __slots__ = ("name", "then")
 
-    def __init__(self, name: Name | str, then: Any) -> None:
+    def __init__(self, name: Name, then: Any) -> None:
         self.name = name
         self.then = then
 
@@ -133,10 +133,10 @@ def without_wrappers_of(then: dict, now: dict) -> dict:
     return {key: was for key, was in then.items() if key not in WRAPPED} | wrappers
 
 
-def fill(value: dict, then: dict) -> None:
-    """Have a dictionary hold `then`, in this order."""
+def fill(value: dict, then: dict, *, in_order: bool = True) -> None:
+    """Have a dictionary hold `then`, not by methods of a subclass."""
     kind = OrderedDict if isinstance(value, OrderedDict) else dict
-    if [*kind.keys(value)] != [*then]:
+    if kind.keys(value) != then.keys() or (in_order and [*kind.keys(value)] != [*then]):
         kind.clear(value)
     for key, was in then.items():
         kind.__setitem__(value, key, was)
@@ -190,7 +190,7 @@ class Held(Record):
 
     __slots__ = ("_get", "_put")
 
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], name: Name | str) -> None:
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], name: Name) -> None:
         super().__init__(name, get())
         self._get = get
         self._put = put
@@ -231,7 +231,7 @@ class State(Held):
         return _is_same_state(self._get(), self.then)
 
     @classmethod
-    def of_generator(cls, generator: Any, name: Name | str) -> State:
+    def of_generator(cls, generator: Any, name: Name) -> State:
         """A random generator of torch, Python or numpy; Python's and numpy's modules are ones."""
         if hasattr(generator, "state"):
             attribute = functools.partial(getattr, generator, "state"), functools.partial(setattr, generator, "state")
@@ -273,25 +273,6 @@ class State(Held):
         there = frozenset(vars(owner))
         found = lambda: [key for key in vars(owner) if key not in there and not key.startswith("__")]  # noqa: E731
         return cls(found, lambda _: [delattr(owner, key) for key in found()], name)  # type: ignore[func-returns-value]
-
-
-class Position:
-    """Something that moves on by itself and that nobody can wind back: an iterator, a file that is written."""
-
-    __slots__ = ("name", "then", "value")
-
-    def __init__(self, value: Any, name: Name) -> None:
-        self.value = value
-        self.name = name
-        self.then = _position(value)
-
-    @property
-    def kind(self) -> str:
-        """Of what class it is."""
-        return f"{type(self.value).__module__}.{type(self.value).__qualname__}"
-
-    def has_moved(self) -> bool:
-        return bool(_position(self.value) != self.then)
 
 
 class TensorState:
@@ -481,20 +462,14 @@ def _put_back_file(file: Any, then: tuple) -> None:
     file.seek(position)
 
 
-def record_of_file(file: Any, name: Name) -> State | Position | None:
-    """The record of an open file; None for one that tells no position."""
-    if file.closed:
-        return None
-    try:
-        is_read = isinstance(file, io.BytesIO | io.StringIO) or (file.seekable() and not file.writable())
-        file.tell()
-    except (OSError, ValueError):
-        return None
-    return State.of_file(file, name) if is_read else Position(file, name)
+def is_read(file: Any) -> bool:
+    """Whether an open file is read, or lies in memory: then it can be put back where it was."""
+    return isinstance(file, io.BytesIO | io.StringIO) or (file.seekable() and not file.writable())
 
 
-def _position(value: Any, depth: int = 0) -> Any:
-    """Something that compares equal as long as an iterator stands where it stood."""
+def position_of(value: Any, depth: int = 0) -> Any:
+    """Something that compares equal as long as an iterator, or a file that is written, stands where it stood: what
+    moves on by itself and cannot be wound back."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return None if frame is None else (frame.f_lasti, {key: id(local) for key, local in frame.f_locals.items()})
@@ -503,7 +478,7 @@ def _position(value: Any, depth: int = 0) -> Any:
     if isinstance(value, itertools.count | itertools.repeat):
         return repr(value)
     if isinstance(value, tuple) and depth:
-        return tuple(_position(part, depth) for part in value)
+        return tuple(position_of(part, depth) for part in value)
     if isinstance(value, int | str | bytes | type(None)):
         return value
     if not isinstance(value, Iterator) or depth > _POSITION_DEPTH:
@@ -512,6 +487,6 @@ def _position(value: Any, depth: int = 0) -> Any:
     if own:  # torch's, of a loader of batches
         return tuple(part for part in own.values() if type(part) in (int, bool))
     try:
-        return _position(value.__reduce__(), depth + 1)
+        return position_of(value.__reduce__(), depth + 1)
     except TypeError:
         return id(value)

@@ -28,6 +28,7 @@ nor distributions; objects that a thread of their own may be writing to (queues,
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import functools
@@ -40,7 +41,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -48,6 +49,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.tensors.kinds import CACHE_NAMES, num_cached
 from lowtide.tensors.private import (
     INTERNAL_MODES,
     disable_current_modes,
@@ -68,14 +70,14 @@ from lowtide.tensors.remembered import (
     Held,
     Items,
     Name,
-    Position,
     Record,
     State,
     TensorState,
     is_filled,
+    is_read,
     members_of,
+    position_of,
     record_of_empty,
-    record_of_file,
     slots_of,
 )
 from lowtide.tensors.view import byte_view
@@ -120,8 +122,7 @@ _VISITS: tuple[tuple[Any, str, bool], ...] = (
     (torch.Tensor, "_tensor", False),
     ((torch.Generator, random.Random), "_generator", False),
     (dict, "_dict", False),
-    ((list, deque), "_list", False),
-    (set, "_set", False),
+    ((list, deque, set), "_items", False),
     (tuple, "_tuple", False),
     (types.FunctionType, "_function", False),
     (types.MethodType, "_method", False),
@@ -139,8 +140,6 @@ _RUN = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})
 
 class Snapshot:
     """What was found, as it was. Made by `take`."""
-
-    __slots__ = ("_empty", "_positions", "_records", "_steady", "_tensors", "_written", "is_whole")
 
     def __init__(self, walk: _StateWalk, steady: WeakTensorKeyDictionary | None) -> None:
         self._records = walk.records
@@ -208,7 +207,7 @@ class Snapshot:
             elif isinstance(record, Items) and not isinstance(record.then, set):
                 pairs, write = enumerate(record.then), record.value.__setitem__
             elif type(record) is Held:
-                pairs, write = [(record, record.then)], Held.put
+                pairs, write = [(record, record.then)], _put
             else:
                 continue
             for key, value in pairs:
@@ -217,7 +216,11 @@ class Snapshot:
 
     def moved(self) -> list[str]:
         """Names of what has moved on since, and cannot be wound back."""
-        return [f"'{each.name}' ({each.kind})" for each in self._positions if each.has_moved()]
+        return [
+            f"'{name}' ({type(value).__module__}.{type(value).__qualname__})"
+            for value, name, then in self._positions
+            if position_of(value) != then
+        ]
 
     def restore(self) -> None:
         """Put everything back. May be called again. What did not change is not written to."""
@@ -267,6 +270,21 @@ def take(
     return Snapshot(walk, steady)
 
 
+def why_not_rerun(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Why this call of `module` could not be repeated, in words; empty where nothing speaks against it."""
+    caches = {name: kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None}
+    try:
+        holds_tokens = any(num_cached(module, cache) for cache in caches.values())
+    except Exception:  # somebody else's class, asked in somebody else's forward
+        return f"nobody can say how many tokens its {next(iter(caches))} holds"
+    if holds_tokens:
+        return f"its {next(iter(caches))} already holds tokens"
+    leaves = tree_leaves((args, {key: value for key, value in kwargs.items() if key not in caches}))
+    beside = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN]
+    iterator = take(module, beside=beside or None, code=True, process=False).iterator
+    return f"it can reach an iterator, '{iterator}', which cannot be wound back" if iterator else ""
+
+
 class _StateWalk:
     """One way through everything that can be reached, each object once, near ones first."""
 
@@ -275,10 +293,9 @@ class _StateWalk:
         self.empty: list[tuple[Any, Name, str]] = []
         """Containers in attributes that have nothing in them, as most hooks of most modules: each with the name of what
         has it, and the attribute's."""
-        self.positions: list[Position] = []
-        """What `Snapshot.moved` is asked of."""
+        self.positions: list[tuple[Any, Name, Any]] = []
+        """What moves on by itself, and where it stood."""
         self.tensors: list[TensorState] = []
-        self.is_whole = True
         self._code = code
         self._called = called
         self._plain = PLAIN - {types.BuiltinFunctionType} if called else PLAIN
@@ -294,6 +311,11 @@ class _StateWalk:
         self._num_far = 0
         self._visits: dict[type, Callable[[Any, Name, int], None] | None] = {}
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there was no more than could be walked through."""
+        return self._num_far <= _MAX_OBJECTS
+
     def add(self, value: Any, name: Name, depth: int) -> None:
         kind = type(value)
         if kind in self._plain or id(value) in self._seen:
@@ -305,8 +327,7 @@ class _StateWalk:
             return
         if depth > _MODULE_DEPTH:
             self._num_far += 1
-            if self._num_far > _MAX_OBJECTS:
-                self.is_whole = False
+            if not self.is_whole:
                 return
         self._seen[id(value)] = value
         self._todo.append((value, name, depth))
@@ -387,29 +408,22 @@ class _StateWalk:
         for key, child in then.items():
             if type(child) not in self._plain:
                 self.add(child, Name(name, key, not is_named), depth + 1)
-        self._own(value, name, depth, dict, OrderedDict)
+        self._own(value, name, depth)
 
-    def _list(self, value: Any, name: Name, depth: int) -> None:
-        then = list(value)
+    def _items(self, value: Any, name: Name, depth: int) -> None:
+        is_set = isinstance(value, set)
+        then = set(value) if is_set else list(value)
         self.records.append(Items(value, then, name))
         for index, child in enumerate(then):
             if type(child) not in self._plain:
-                self.add(child, Name(name, index, True), depth + 1)
-        self._own(value, name, depth, list, deque)
+                self.add(child, name if is_set else Name(name, index, True), depth + 1)
+        self._own(value, name, depth)
 
-    def _set(self, value: set, name: Name, depth: int) -> None:
-        then = set(value)
-        self.records.append(Items(value, then, name))
-        for child in then:
-            self.add(child, name, depth + 1)
-        self._own(value, name, depth, set)
-
-    def _own(self, value: Any, name: Name, depth: int, *kinds: type) -> None:
+    def _own(self, value: Any, name: Name, depth: int) -> None:
         """The attributes of an instance of a container's subclass."""
-        if type(value) not in kinds:
-            attributes = getattr(value, "__dict__", None)
-            if type(attributes) is dict:
-                self._attributes(attributes, name, depth)
+        attributes = None if type(value) in _CONTAINERS else getattr(value, "__dict__", None)
+        if type(attributes) is dict:
+            self._attributes(attributes, name, depth)
 
     def _tuple(self, value: tuple, name: Name, depth: int) -> None:
         for index, child in enumerate(value):
@@ -540,18 +554,19 @@ class _StateWalk:
             self.records.append(State.of_bytes(value, name))
 
     def _file(self, file: io.IOBase, name: Name, depth: int) -> None:
-        record = record_of_file(file, name)
-        if isinstance(record, Position):
-            self.positions.append(record)
-        elif record is not None:
-            self.records.append(record)
+        with contextlib.suppress(OSError, ValueError):  # of one that is closed, or tells no position
+            if is_read(file):
+                self.records.append(State.of_file(file, name))
+            else:
+                file.tell()
+                self._iterator(file, name, depth)
 
     def _cached(self, function: Any, name: Name, depth: int) -> None:
         self.records.append(State.of_cache(function, name))
         self.add(function.__wrapped__, name, depth)
 
     def _iterator(self, value: Any, name: Name, depth: int) -> None:
-        self.positions.append(Position(value, name))
+        self.positions.append((value, name, position_of(value)))
 
     def _array(self, array: Any, name: Name, depth: int) -> None:
         if self._called and array.dtype == object:
@@ -565,24 +580,28 @@ class _StateWalk:
 
 def _process_states(devices: Iterable[torch.device]) -> Iterator[State]:
     """Random generators of torch (host and devices), Python, and numpy if it is in use."""
-    yield State(torch.get_rng_state, torch.set_rng_state, "torch's random state")
+    yield State(torch.get_rng_state, torch.set_rng_state, Name(None, "torch's random state"))
     for device in devices:
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device)
             yield State(
                 functools.partial(module.get_rng_state, device),
                 functools.partial(_set_rng_state, module, device),
-                f"the random state of {device}",
+                Name(None, f"the random state of {device}"),
             )
     yield from host_generators()
 
 
 def host_generators() -> Iterator[State]:
     """Random generators of the process that are not torch's: Python's, and numpy's if it is in use."""
-    yield State.of_generator(random, "Python's random state")
+    yield State.of_generator(random, Name(None, "Python's random state"))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        yield State.of_generator(numpy.random, "numpy's random state")
+        yield State.of_generator(numpy.random, Name(None, "numpy's random state"))
+
+
+def _put(record: Any, value: Any) -> None:
+    record.put(value)
 
 
 def _set_rng_state(module: Any, device: torch.device, state: torch.Tensor) -> None:

@@ -16,17 +16,17 @@ one and saved one by one are taken for one another from the second write on.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lowtide.tensors.compiled import CompiledMode
 from lowtide.tensors.kinds import is_plain, written_arguments
 from lowtide.tensors.private import (
     OpOverload,
-    TorchDispatchMode,
     base_of,
     disable_current_modes,
     schema_of,
@@ -40,20 +40,15 @@ _BLIND = frozenset({"zero_", "fill_", "uniform_", "normal_", "random_", "exponen
 """Operators that read no value of what they write to; beside those named `..._like` and `new_...`."""
 
 
-class Written:
+class Written(NamedTuple):
     """A storage from outside of the region that its run wrote to, and what was in it before."""
 
-    __slots__ = ("before", "tensor", "weak")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.tensor = ref(tensor)
-        self.weak = StorageWeakRef(storage)
-        with disable_current_modes():
-            self.before = byte_view(storage).clone()
+    tensor: ref[torch.Tensor]
+    weak: StorageWeakRef
+    before: torch.Tensor
 
 
-class Flow(TorchDispatchMode):
+class Flow(CompiledMode):
     """Sees the operators of one run of a region."""
 
     supports_higher_order_operators = True
@@ -76,10 +71,6 @@ class Flow(TorchDispatchMode):
         self.read: dict[int, ref[torch.Tensor]] = {}
         """Tensors from outside that operators read, by storage."""
         self.written: dict[int, Written] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def save(self, tensor: torch.Tensor) -> None:
         """The region saves its next tensor."""
@@ -168,7 +159,9 @@ class Flow(TorchDispatchMode):
             if not is_parameter:
                 self._sources[key] = (StorageWeakRef(tensor.untyped_storage()), 0)
         if is_written and key not in self.written and not (is_parameter or self._is_sharded):
-            self.written[key] = Written(tensor)
+            storage = tensor.untyped_storage()
+            with disable_current_modes():
+                self.written[key] = Written(ref(tensor), StorageWeakRef(storage), byte_view(storage).clone())
 
 
 def _plain(tree: Any) -> list[torch.Tensor]:

@@ -49,7 +49,7 @@ from lowtide.recipes.execute import compile_recipe
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import Input, Node, Source, SourceLink, StateLink
+from lowtide.runtime.recompute.recipe_nodes import Input, Node, Source, SourceLink, StateSource
 from lowtide.runtime.recompute.recipe_sources import RecomputedSource
 from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.kinds import is_plain
@@ -156,7 +156,7 @@ class RecipeGraph:
         source.drop(links)
         self.scheduler.counters.recomputed_bytes += source.nbytes
 
-    def _links(self, node: Node, source: RecomputedSource) -> tuple[SourceLink | StateLink, ...] | None:
+    def _links(self, node: Node, source: RecomputedSource) -> tuple[SourceLink, ...] | None:
         """What the source is recomputed from, as this forward pass has shown it; None where it must stay."""
         recipe = node.decision.recipe
         assert recipe is not None
@@ -179,8 +179,8 @@ class RecipeGraph:
         return tuple(links) if self._holds(node, source, tuple(links)) else None
 
     def _links_in_these_sizes(
-        self, node: Node, source: RecomputedSource, recipe: Recipe, given: list[SourceLink | StateLink]
-    ) -> tuple[SourceLink | StateLink, ...] | None:
+        self, node: Node, source: RecomputedSource, recipe: Recipe, given: list[SourceLink]
+    ) -> tuple[SourceLink, ...] | None:
         """For other shapes than the recipe's: the links of the recipe as this very forward pass did it, which the
         source then runs. None where the pass did something else."""
         assert self.log is not None and node.proof is not None
@@ -194,9 +194,9 @@ class RecipeGraph:
         source.program = known[1]
         by_name = {(entry.kind, entry.name): link for entry, link in zip(recipe.inputs, given, strict=True)}
         shapes = [(by_name[entry.kind, entry.name], Shape.from_geometry(entry.geometry)) for entry in found.inputs]
-        return tuple(link.seen_as(shape) for link, shape in shapes)
+        return tuple(link._replace(shape=shape) for link, shape in shapes)
 
-    def _link_to(self, entry: Input, is_literal: bool) -> SourceLink | StateLink | None:
+    def _link_to(self, entry: Input, is_literal: bool) -> SourceLink | None:
         if entry.node is None:
             assert entry.find_state is not None
             tensor = entry.find_state()
@@ -204,9 +204,10 @@ class RecipeGraph:
                 return None
             local = inside(tensor)
             if self.weights is not None and self.weights.moves(tensor):
-                return StateLink(entry.name, tensor, entry.shape, tensor, self.weights)
+                return SourceLink(entry.name, StateSource(tensor, entry.shape, tensor, self.weights), entry.shape)
             fits = is_plain(local) and entry.shape.end_bytes() <= local.untyped_storage().nbytes()
-            return StateLink(entry.name, local.detach(), entry.shape, tensor.detach()) if fits else None
+            own = StateSource(local.detach(), entry.shape, tensor.detach()) if fits else None
+            return None if own is None else SourceLink(entry.name, own, entry.shape)
         source = self._sources[entry.name]
         shape = entry.shape if is_literal else source.shape
         fits = source.is_intact() and shape.end_bytes() <= source.nbytes
@@ -216,7 +217,7 @@ class RecipeGraph:
         self.scheduler.counters.kept_bytes += source.nbytes
         self.stays(source)
 
-    def _holds(self, node: Node, source: RecomputedSource, links: tuple[SourceLink | StateLink, ...]) -> bool:
+    def _holds(self, node: Node, source: RecomputedSource, links: tuple[SourceLink, ...]) -> bool:
         """Whether the recipe repeats what this forward pass did; on all ranks, if it has collectives."""
         assert self.log is not None and node.proof is not None
         why = node.proof.mismatch(self.log, source.start(), [link.start() for link in links])
@@ -257,7 +258,7 @@ class RecipeGraph:
             has_changed = False
             for source in reversed(made):
                 for link in source.links:
-                    if isinstance(link, SourceLink) and link.source.last_use < source.last_use:
+                    if link.source.last_use < source.last_use:
                         link.source.last_use = source.last_use
                         has_changed = True
         self._sources.clear()

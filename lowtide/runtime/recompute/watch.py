@@ -54,7 +54,7 @@ from lowtide.tensors.private import (
     storage_at,
     version_of,
 )
-from lowtide.tensors.remembered import WRAPPED, Attributes, Record, State
+from lowtide.tensors.remembered import Attributes, Record, State, fill, without_wrappers_of
 from lowtide.tensors.snapshot import Snapshot, host_generators, is_iterator, take
 from lowtide.tensors.view import byte_view, same_bytes
 from lowtide.tensors.wrappers import inside
@@ -73,8 +73,6 @@ class Draws:
     """Whether any forward pass has drawn from Python's or numpy's generator: then no second run may leave them moved,
     whether its module was seen to draw or not."""
 
-    __slots__ = ("has_drawn",)
-
     def __init__(self) -> None:
         self.has_drawn = False
 
@@ -89,23 +87,6 @@ class Draws:
 
 class Watch:
     """One recomputed module, from run to run."""
-
-    __slots__ = (
-        "_known",
-        "_tree",
-        "differs",
-        "draws",
-        "has_shards",
-        "is_planned",
-        "keeps_collectives",
-        "marks",
-        "model",
-        "module",
-        "num_runs",
-        "refusal",
-        "weights",
-        "writes_inputs",
-    )
 
     def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
         """`is_planned`: a solved plan runs it again, not a rule."""
@@ -178,8 +159,6 @@ class Watch:
 class Marks:
     """What changes when somebody writes to one of some tensors, or exchanges its data, as it is now."""
 
-    __slots__ = ("_addressed", "tensors", "values")
-
     def __init__(self, tensors: list[torch.Tensor], addressed: list[torch.Tensor]) -> None:
         """`addressed`: those of them that have an address."""
         self.tensors = tensors
@@ -215,19 +194,6 @@ class Marks:
 class Known:
     """What the runs of a module under some `training` flags have shown."""
 
-    __slots__ = (
-        "functions_stay",
-        "has_functions",
-        "is_settled",
-        "moving",
-        "num_learned",
-        "num_paths",
-        "path",
-        "read",
-        "records",
-        "written",
-    )
-
     def __init__(self) -> None:
         self.is_settled = False
         """A whole run brought nothing new."""
@@ -254,24 +220,6 @@ class Known:
 
 class Tree:
     """A module and those inside of it: the objects that they hold, compared by identity."""
-
-    __slots__ = (
-        "_dicts",
-        "_empty",
-        "_full",
-        "_hooks",
-        "_own",
-        "_tables",
-        "_then",
-        "_values",
-        "addressed",
-        "flags",
-        "has_compiled",
-        "is_light",
-        "iterator",
-        "small",
-        "tensors",
-    )
 
     def __init__(self, module: nn.Module, *, has_shards: bool) -> None:
         modules = modules_of(module)
@@ -341,25 +289,18 @@ def _copies(dicts: list[dict]) -> list[dict]:
 def _fill(value: dict, then: dict, *, are_hooks: bool) -> None:
     """Give a dictionary the items `then`, but for what lowtide itself has put there: wrappers, and hooks that come and
     go in any thread."""
-    kind = OrderedDict if isinstance(value, OrderedDict) else dict
-    is_ours = _is_our_hook if are_hooks else _is_our_wrapper
-    ours = {key: one for key, one in [*kind.items(value)] if is_ours(key, one)}
-    wanted = {key: one for key, one in then.items() if not is_ours(key, one)} | ours
-    now = dict(kind.items(value))
-    if [*now] == [*wanted] and all(map(is_, now.values(), wanted.values())):
-        return
-    if now.keys() != wanted.keys() or (are_hooks and [*now] != [*wanted]):
-        kind.clear(value)
-    for key, one in wanted.items():
-        kind.__setitem__(value, key, one)
+    now = dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else value.items())
+    if are_hooks:
+        ours = {key: hook for key, hook in now.items() if _is_our_hook(hook)}
+        wanted = {key: hook for key, hook in then.items() if not _is_our_hook(hook)} | ours
+    else:
+        wanted = without_wrappers_of(then, now)
+    if [*now] != [*wanted] or not all(map(is_, now.values(), wanted.values())):
+        fill(value, wanted, in_order=are_hooks)
 
 
-def _is_our_wrapper(key: Any, _value: Any) -> bool:
-    return key in WRAPPED
-
-
-def _is_our_hook(_key: Any, value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).startswith("lowtide.")
+def _is_our_hook(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("lowtide.")
 
 
 def _bytes_to_copy(tensor: torch.Tensor) -> int:
@@ -371,24 +312,6 @@ def _bytes_to_copy(tensor: torch.Tensor) -> int:
 
 class Before:
     """What a module read before a run, for the second run."""
-
-    __slots__ = (
-        "_copies",
-        "_flags",
-        "_generators",
-        "_given",
-        "_marks",
-        "_modes",
-        "_parameters",
-        "_records",
-        "_tree",
-        "_walked",
-        "flow",
-        "is_whole",
-        "known",
-        "path",
-        "watch",
-    )
 
     def __init__(self, watch: Watch, call: Call, *, is_first: bool) -> None:
         """`is_first`: each tensor that the run saves is looked at. Raises RecomputeRefusedError for what cannot be
@@ -410,8 +333,8 @@ class Before:
         self._generators: list[State] = []
         self.flow: Flow | None = None
         if not known.is_settled and known.num_learned < _MAX_LEARNED:
-            names = {record.name for record in known.records if isinstance(record, State)}
-            self._generators = [each for each in host_generators() if each.name not in names]
+            names = {str(record.name) for record in known.records if isinstance(record, State)}
+            self._generators = [each for each in host_generators() if str(each.name) not in names]
             self._walked = self._walk([watch.module, call.own_forward()])
         self.path = None if is_first else known.path
         is_open = known.path is None and known.num_paths < _MAX_LEARNED
