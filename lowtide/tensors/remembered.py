@@ -233,12 +233,11 @@ class State(Held):
     @classmethod
     def of_generator(cls, generator: Any, name: Name) -> State:
         """A random generator of torch, Python or numpy; Python's and numpy's modules are ones."""
-        if hasattr(generator, "state"):
-            attribute = functools.partial(getattr, generator, "state"), functools.partial(setattr, generator, "state")
-            return cls(*attribute, name)
         if hasattr(generator, "getstate"):
             return cls(generator.getstate, generator.setstate, name)
-        return cls(generator.get_state, generator.set_state, name)
+        if hasattr(generator, "get_state"):
+            return cls(generator.get_state, generator.set_state, name)
+        return cls(functools.partial(getattr, generator, "state"), functools.partial(setattr, generator, "state"), name)
 
     @classmethod
     def of_array(cls, array: Any, name: Name) -> State:
