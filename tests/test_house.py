@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 59_505,
-    "files": 254,
-    "classes": 530,
+    "lines": 58_930,
+    "files": 251,
+    "classes": 528,
     "files that one other file imports": 36,
-    "classes with more than 15 attributes": 20,
+    "classes with more than 15 attributes": 18,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,
