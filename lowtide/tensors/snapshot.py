@@ -237,6 +237,10 @@ class Snapshot:
             for tensor in self._tensors:
                 tensor.restore(self._written)
 
+    def forget_tensors(self) -> None:
+        """Let go of the copies of tensors, which are not put back then."""
+        self._tensors = []
+
     def note_steady(self) -> None:
         """All went well: large tensors that did not change are trusted to their version from now on."""
         assert self._steady is not None

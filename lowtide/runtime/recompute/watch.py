@@ -23,7 +23,7 @@ what else has no state to read (an iterator is refused); objects of more than on
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
@@ -109,7 +109,8 @@ class Watch:
         self.marks: dict[int, tuple[int, int]] = {}
         """Of tensors that are no parameters, by identity, at the end of the last run."""
         self._tree: Tree | None = None
-        self._known: dict[tuple, Known] = {}
+        self.known: defaultdict[tuple, Known] = defaultdict(Known)
+        """By the `training` flags of the module and those inside of it."""
 
     def tree(self) -> Tree:
         """The modules and what they hold now; the same object as last time while nothing has moved."""
@@ -125,13 +126,6 @@ class Watch:
         """Those that have an address, and keep it while nobody exchanges their data."""
         found = [tensor for tensor in tensors if is_plain(tensor)]
         return found if self.weights is None else [each for each in found if not self.weights.moves(each)]
-
-    def known(self, tree: Tree) -> Known:
-        """What is known of the module with these `training` flags."""
-        known = self._known.get(tree.flags)
-        if known is None:
-            known = self._known[tree.flags] = Known()
-        return known
 
     def refusal_of(self, message: str) -> RecomputeRefusedError:
         """The error that says why the module cannot be run again; noted for whoever plans."""
@@ -172,10 +166,6 @@ class Marks:
     def versions(self) -> list[int]:
         """How often each has been written to by now."""
         return [*map(version_of, self.tensors)]
-
-    def version(self, tensor: torch.Tensor) -> int:
-        """How often it had been written to."""
-        return self.by_tensor()[id(tensor)][0]
 
     def moved(self, later: Marks) -> list[torch.Tensor]:
         """Those tensors that have another version or address in `later`."""
@@ -320,7 +310,7 @@ class Before:
         self._modes = Modes()
         self._tree = tree = watch.tree()
         self._refuse_iterator(tree.iterator)
-        self.known = known = watch.known(tree)
+        self.known = known = watch.known[tree.flags]
         others = known.others()
         tensors = [*tree.tensors, *others] if others else tree.tensors
         addressed = [*tree.addressed, *watch.addressed_of(others)] if others else tree.addressed
@@ -369,6 +359,7 @@ class Before:
         modules = [root for root in roots if isinstance(root, nn.Module)]
         beside = [root for root in roots if root is not None and not isinstance(root, nn.Module)]
         found = take(*modules, beside=beside or None, code=True, process=False)
+        found.forget_tensors()  # the run itself shows what is written to, and no budget knows the copies
         self._refuse_iterator(found.iterator)
         return found
 
@@ -513,7 +504,7 @@ class Before:
                 continue
             raise_plain()
             path = ".".join(filter(None, (self.watch.path(), self.watch.name_of(tensor))))
-            then, version = self._marks.version(tensor), now.version(tensor)
+            then, version = (marks.by_tensor()[id(tensor)][0] for marks in (self._marks, now))
             how = f"is at version {version}, was at {then}" if version != then else "its data was exchanged"
             raise self.watch.refusal_of(
                 f"lowtide: the {_kind(tensor)} '{path}' was written to between the forward pass of the recomputed "

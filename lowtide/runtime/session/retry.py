@@ -33,8 +33,7 @@ import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,9 +78,13 @@ class Rollback:
             self._together = Together(self._handle.model)
         together = self._together if is_joint else None
         try:
-            with _Start(self._handle.model, self._optimizer, self._handle._counters(), self._steady) as start:
+            start = _Start(self._handle.model, self._optimizer, self._handle._counters(), self._steady)
+            try:
                 result = self._repeated(closure, start, together, is_local=is_local)
                 start.check_repeated()
+            finally:
+                start.close()
+            start.state.note_steady()
             return result
         finally:
             self.is_running = False
@@ -282,7 +285,7 @@ class _Gradient:
 
 
 class _Start:
-    """What a micro-batch finds: gradients, buffers, attributes, random states, totals. A context manager."""
+    """What a micro-batch finds: gradients, buffers, attributes, random states, totals. To be closed."""
 
     def __init__(
         self,
@@ -300,22 +303,13 @@ class _Start:
         self._gradients = [_Gradient(p) for p in parameters.values() if p.requires_grad]
         try:
             # After them: what comes back includes the hooks of these gradients.
-            self._state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})
+            self.state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})
         except BaseException:
-            self._close_gradients()  # there may be no memory for the copies, and then `__exit__` is not called
+            self.close()  # there may be no memory for the copies
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close_gradients()
-        if kind is None:
-            self._state.note_steady()
-
-    def _close_gradients(self) -> None:
+    def close(self) -> None:
+        """The micro-batch is over, well or badly."""
         for gradient in self._gradients:
             gradient.close()
 
@@ -327,7 +321,7 @@ class _Start:
         return next((text for text in obstacles if text is not None), None) or self._without_copy()
 
     def _without_copy(self) -> str | None:
-        lost = self._state.lost(but={id(gradient.parameter) for gradient in self._gradients})
+        lost = self.state.lost(but={id(gradient.parameter) for gradient in self._gradients})
         if not lost:
             return None
         return f"it wrote to '{lost[0]}', which it had not written to before, and there is no copy of it."
@@ -336,7 +330,7 @@ class _Start:
         """Put everything back."""
         for gradient in self._gradients:
             gradient.go_back()
-        self._state.restore()
+        self.state.restore()
         for name, value in self._counted.items():
             if name not in _KEPT_COUNTERS:
                 setattr(self._counters, name, value)
