@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_918,
+    "lines": 58_900,
     "files": 251,
     "classes": 528,
     "files that one other file imports": 36,

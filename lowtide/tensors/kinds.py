@@ -102,6 +102,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def plain_inside(tree: Any) -> list[torch.Tensor]:
+    """The plain tensors among those leaves, and inside of the wrappers among them."""
+    return [local for local in map(inside, tensors_in(tree)) if is_plain(local)]
+
+
 def storage_key_set(tree: Any) -> set[int]:
     return set(ordered_storage_keys(tree))
 

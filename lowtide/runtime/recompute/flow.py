@@ -24,14 +24,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.tensors.compiled import CompiledMode
-from lowtide.tensors.kinds import is_plain, written_arguments
+from lowtide.tensors.kinds import is_plain, plain_inside, storage_key_set, written_arguments
 from lowtide.tensors.private import (
     OpOverload,
     base_of,
     disable_current_modes,
     schema_of,
     storage_key,
-    tree_leaves,
 )
 from lowtide.tensors.view import Shape, byte_view, may_overlap
 from lowtide.tensors.wrappers import inside
@@ -56,7 +55,7 @@ class Flow(CompiledMode):
     def __init__(self, inputs: Iterable[torch.Tensor], *, is_sharded: bool) -> None:
         """`inputs`: of the region. `is_sharded`: sharding exchanges what is outside, so that nothing of it is noted."""
         super().__init__()
-        self._inputs = {storage_key(t.untyped_storage()) for t in map(inside, inputs) if is_plain(t)}
+        self._inputs = storage_key_set(plain_inside([*inputs]))
         self._is_sharded = is_sharded
         self._sources: dict[int, tuple[StorageWeakRef, int]] = {}
         """By storage made in the region: a bit for each saved tensor from which it was computed."""
@@ -120,8 +119,8 @@ class Flow(CompiledMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = kwargs or {}
-        tensors = _plain((args, given))
-        written = {storage_key(tensor.untyped_storage()) for tensor in _plain(written_arguments(func, args, given))}
+        tensors = plain_inside((args, given))
+        written = storage_key_set(plain_inside(written_arguments(func, args, given)))
         name = _name(func)
         is_blind = name in _BLIND or name.endswith("_like") or name.startswith("new_")
         bits, is_floating, keys = 0, False, set()
@@ -136,7 +135,7 @@ class Flow(CompiledMode):
                     bits |= self._bits(tensor, key)
             is_floating = is_floating or tensor.is_floating_point() or tensor.is_complex()
         output = func(*args, **given)
-        for tensor in (*_plain(output), *(tensor for tensor in tensors if written)):
+        for tensor in (*plain_inside(output), *(tensor for tensor in tensors if written)):
             storage = tensor.untyped_storage()
             key = storage_key(storage)
             is_lossy = is_floating and not (tensor.is_floating_point() or tensor.is_complex())
@@ -162,11 +161,6 @@ class Flow(CompiledMode):
             storage = tensor.untyped_storage()
             with disable_current_modes():
                 self.written[key] = Written(ref(tensor), StorageWeakRef(storage), byte_view(storage).clone())
-
-
-def _plain(tree: Any) -> list[torch.Tensor]:
-    leaves = (inside(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-    return [leaf for leaf in leaves if is_plain(leaf)]
 
 
 def _name(func: Any) -> str:

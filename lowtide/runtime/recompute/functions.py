@@ -39,7 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError
 
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
-from lowtide.tensors.kinds import is_plain, nodes_between
+from lowtide.tensors.kinds import is_plain, nodes_between, plain_inside, storage_key_set
 from lowtide.tensors.private import base_of, is_view, sequence_number, storage_key, version_of
 from lowtide.tensors.view import version_alias
 from lowtide.tensors.wrappers import inside
@@ -167,7 +167,7 @@ class TakenOff:
         """Storages that the Functions let go of, by key."""
         self.left: dict[int, torch.UntypedStorage] = {}
         """Those of attributes that cannot be taken off."""
-        self._around = {storage_key(local.untyped_storage()) for local in _plain([*outputs, *inputs])}
+        self._around = storage_key_set(plain_inside([*outputs, *inputs]))
         self._inputs = {id(tensor) for tensor in inputs if not isinstance(tensor, nn.Parameter)}
         self._fingerprints = fingerprints
 
@@ -195,7 +195,7 @@ class TakenOff:
         ctx.register_hook(back.take_off)
 
     def _note(self, where: dict[int, torch.UntypedStorage], tensors: list[torch.Tensor]) -> None:
-        for local in _plain(tensors):
+        for local in plain_inside(tensors):
             storage = local.untyped_storage()
             if storage_key(storage) not in self._around and not _is_weight(local):
                 where[storage_key(storage)] = storage
@@ -220,10 +220,6 @@ def _is_given(tensor: torch.Tensor, ctx: Any) -> bool:
         for node, number in ctx.next_functions
         if node is not None
     )
-
-
-def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [local for local in map(inside, tensors) if is_plain(local)]
 
 
 # -- in backward -------------------------------------------------------------------------------------------------------

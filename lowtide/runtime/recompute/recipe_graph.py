@@ -90,33 +90,20 @@ class RecipeGraph:
         return source if isinstance(source, RecomputedSource) and source.is_of(tensor) else None
 
     def make(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
-        """The source of a node that is to be dropped and recomputed; None where the node has a source already."""
+        """The source of a node that is to be dropped and recomputed, or to be stored smaller: then it holds its tensor
+        until `encode_now`. None where the node has a source already."""
         if node.name in self._sources:
             return None
-        source = RecomputedSource(
-            node.name, node.program, tensor, self.scheduler, fingerprints=self.fingerprints, modes=self.modes
-        )
+        how: Any = {"fingerprints": self.fingerprints, "modes": self.modes}
+        program = None if node.is_encoded else node.program
+        source = RecomputedSource(node.name, program, tensor, self.scheduler, **how)
         # It must not leave the device before the operator that saves it has been launched.
         source.last_use = next_sequence_number()
         if node.has_failed:
             self._stay(source)
         self.add(node, source)
-        if not node.has_failed:
+        if not (node.has_failed or node.is_encoded):
             self._link(node, source)
-        return source
-
-    def encode(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
-        """The source of a node that is to be stored smaller; None where the node has a source already. It holds its
-        tensor until `encode_now`."""
-        if node.name in self._sources:
-            return None
-        source = RecomputedSource(
-            node.name, None, tensor, self.scheduler, fingerprints=self.fingerprints, modes=self.modes
-        )
-        source.last_use = next_sequence_number()
-        if node.has_failed:
-            self._stay(source)
-        self.add(node, source)
         return source
 
     def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], Source]) -> None:
