@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_900,
+    "lines": 58_891,
     "files": 251,
-    "classes": 528,
+    "classes": 527,
     "files that one other file imports": 36,
     "classes with more than 15 attributes": 18,
     "class names that several classes have": 14,

@@ -43,7 +43,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from lowtide.errors import RecomputeRefusedError
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Counters
-from lowtide.runtime.session.together import Attempt, JointStepError, Together
+from lowtide.runtime.session.together import Attempt, JointStepError, places
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import disable_current_modes, gradient_hooks, version_of
 from lowtide.tensors.snapshot import take
@@ -64,8 +64,8 @@ class Rollback:
         self._handle = handle
         self._optimizer = optimizer
         self._steady = WeakTensorKeyDictionary()
-        self._together: Together | None = None
-        """The ranks of the job, once a step was joint."""
+        self._places = places()
+        """Of joint attempts."""
         self.is_running = False
         """Inside `run`, which has the last word on an error."""
 
@@ -74,13 +74,10 @@ class Rollback:
         all ranks call this, and take the micro-batch back together (together.py)."""
         self.is_running = True
         is_joint = is_joint and _num_ranks() > 1
-        if is_joint and self._together is None:
-            self._together = Together(self._handle.model)
-        together = self._together if is_joint else None
         try:
             start = _Start(self._handle.model, self._optimizer, self._handle._counters(), self._steady)
             try:
-                result = self._repeated(closure, start, together, is_local=is_local)
+                result = self._repeated(closure, start, is_local=is_local, is_joint=is_joint)
                 start.check_repeated()
             finally:
                 start.close()
@@ -89,12 +86,12 @@ class Rollback:
         finally:
             self.is_running = False
 
-    def _repeated(self, closure: Callable[[], Any], start: _Start, together: Together | None, *, is_local: bool) -> Any:
+    def _repeated(self, closure: Callable[[], Any], start: _Start, *, is_local: bool, is_joint: bool) -> Any:
         """What `closure()` returns, once it comes to its end."""
         tried: list[str] = []
         kept: set[str] = set()
         while True:
-            attempt = None if together is None else together.attempt()
+            attempt = Attempt(self._handle.model, next(self._places)) if is_joint else None
             try:
                 with attempt or contextlib.nullcontext():
                     return closure()

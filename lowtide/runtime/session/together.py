@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -48,28 +50,20 @@ class JointStepError(RuntimeError):
         super().__init__(message)
 
 
-class Together:
-    """The ranks of the job, from micro-batch to micro-batch. Made by all of them at once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.store = default_store()
-        self.name = f"lowtide/step/{gather(uuid.uuid4().hex, None)[0]}"
-        self.num_attempts = 0
-
-    def attempt(self) -> Attempt:
-        """The next one, on all ranks."""
-        self.num_attempts += 1
-        return Attempt(self, f"{self.name}/{self.num_attempts}")
+def places() -> Iterator[str]:
+    """Where in the store the attempts of a job meet, one after the other. All ranks ask for the first at once."""
+    name = f"lowtide/step/{gather(uuid.uuid4().hex, None)[0]}"
+    for number in itertools.count(1):
+        yield f"{name}/{number}"
 
 
 class Attempt(CompiledMode):
     """One run of the closure on all ranks, which meet before each collective. A context manager around it."""
 
-    def __init__(self, together: Together, place: str) -> None:
+    def __init__(self, model: nn.Module, place: str) -> None:
         super().__init__()
-        self._together = together
-        self._store = together.store
+        self._model = model
+        self._store = default_store()
         self._place = place
         self._num_met: dict[str, int] = {}
         """By ranks of a group: collectives so far."""
@@ -137,7 +131,7 @@ class Attempt(CompiledMode):
         """Why this rank cannot take the micro-batch back, or None."""
         if self._has_sent:
             return "it has sent to or received from a single rank, which may wait for the rest for ever."
-        if fsdp_modules(self._together.model):
+        if fsdp_modules(self._model):
             return "the model is sharded by FSDP2, which is in the middle of its own work."
         return None
 
