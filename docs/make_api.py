@@ -27,8 +27,8 @@ ORDER = (
 )
 """First what people call, in the order in which they need it."""
 OURS = (
-    *("count_buffers", "stand_beside", "hold_at_most", "keep_layers", "slice_inputs", "outlive", "settle"),
-    *("expect_no_forward", "suspend", "resume", "resume_with", "failed_recipes", "refused_layers"),
+    *("hold_at_most", "keep_layers", "settle", "is_audited"),
+    *("suspend", "resume", "resume_with", "failed_recipes", "refused_layers"),
 )
 """Members that lowtide calls itself."""
 
@@ -55,9 +55,12 @@ def _class(name: str) -> str:
 
 
 def _members(kind: type) -> list[tuple[str, Any]]:
-    """Methods and properties of its own, as they are written."""
+    """Methods and properties of its own, and of those of its bases that are lowtide's, as they are written."""
     found = []
-    for name, written in vars(kind).items():
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("lowtide.")]
+    for name, written in {
+        name: vars(kind).get(name, one) for base in bases for name, one in vars(base).items()
+    }.items():
         value = written.__func__ if isinstance(written, staticmethod | classmethod) else written
         if not name.startswith("_") and name not in OURS and (inspect.isfunction(value) or _is_property(value)):
             found.append((name if _is_property(value) else f"{name}{_names(value)}", value))

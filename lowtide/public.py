@@ -103,7 +103,7 @@ def optimize(
     that plan. Without `optimizer`, the one that steps the model's parameters is found, and its state counted from then
     on. Raises `ConfigError` at once for mistakes.
     """
-    from lowtide.runtime.autopilot.optimize import optimize as optimize_model
+    from lowtide.runtime.autopilot.autopilot import optimize as optimize_model
     from lowtide.runtime.autopilot.plan_model import merged_config
 
     config = merged_config(memory, budget)

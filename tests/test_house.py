@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_839,
-    "files": 245,
-    "classes": 520,
-    "files that one other file imports": 34,
-    "classes with more than 15 attributes": 18,
+    "lines": 58_256,
+    "files": 242,
+    "classes": 517,
+    "files that one other file imports": 33,
+    "classes with more than 15 attributes": 16,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,

@@ -18,7 +18,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
-from lowtide.tensors.second_run import why_not_rerun
+from lowtide.tensors.snapshot import why_not_rerun
 from lowtide.timeline.step import Link
 from tests.support import zoo
 from tests.support.grid import in_turn

@@ -44,8 +44,8 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ConfigError
 from lowtide.loss.blocks import RowWise, name_at_once
+from lowtide.tensors.kinds import CACHE_NAMES, num_cached
 from lowtide.tensors.private import FakeTensor, base_of, has_forward_hooks, tree_leaves, tree_map_only
-from lowtide.tensors.second_run import CACHE_NAMES, num_cached
 from lowtide.tensors.wrappers import is_distributed
 
 _FIX = "leave memory.rows out"

@@ -36,15 +36,13 @@ from lowtide.mindformers.schema.issues import Issues, layers_text
 from lowtide.mindformers.sharding import KEY_SLICES, Resharding, Slices, tensor_parallel_group
 from lowtide.pipeline.schedule import Schedule, as_v
 from lowtide.profiling.layers import find_layers, is_numbered, named_layers
+from lowtide.runtime.session.apply import checked
 from lowtide.runtime.session.consensus import PlanConsensus, agreed
-from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, NEW_SHAPE, Tides
-from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import is_cut_twice
-from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.ranks import ALONE
 
 
@@ -64,17 +62,12 @@ def follow(
     `group` and `first_layer` are those of `lowtide.apply`. `tp_group` is the tensor-parallel process group; absent,
     that of the mesh dimension 'tp' of DTensor parameters. The handle's `source` (`FilePlans`) has the plan as written.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
-    if patched_module(model) is not None:
-        raise ConfigError("lowtide.apply: this model is already under a lowtide plan; call remove() on it first")
-    refuse_compiled(model, "lowtide.apply", parts=True)
+    optimizer = checked(model, optimizer, "lowtide.apply", parts=True)
     if is_cut_twice(model):
         raise ConfigError(
             "lowtide.apply: recompute_config and swap_config are not covered for a model that both FSDP2 and tensor "
             "parallelism cut; use rules (the section 'memory')"
         )
-    optimizer = optimizer_of(optimizer, "lowtide.apply")
     config = memory or MemoryConfig()
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     if first_layer is None:
@@ -284,7 +277,7 @@ class FilePlans:
         """Inputs are sliced, and results of collectives kept, where the file asks for it. There is no guard: nothing
         happens that is not written."""
         if self._tp_group is not None:
-            tide.slice_inputs(Slices(self._tp_group, self._say_once))
+            tide._context.slices = Slices(self._tp_group, self._say_once)
         if self.resolution.keeps_collectives:
             tide.keep_collectives()
 

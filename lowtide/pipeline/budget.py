@@ -390,13 +390,13 @@ class StagePlans:
         own = nn.ModuleList(self._pipeline.stages.values())
         live = LiveBytes(model=own, optimizer=self._placed.optimizer, device_type=self._engine.device_type)
         for tide in self.tides.values():
-            tide.count_buffers(live.add)
+            tide._scheduler.on_buffer = live.add
         try:
             with live:
                 yield live
         finally:
             for tide in self.tides.values():
-                tide.count_buffers(None)
+                tide._scheduler.on_buffer = None
 
     def remove(self) -> None:
         """Leave the stages as they were. Idempotent."""

@@ -19,9 +19,9 @@ from lowtide.core.recipe import RetainedInput
 from lowtide.profiling.saved_tensors import SavedTensorRecorder
 from lowtide.profiling.step_record import NodeRecord, Span, StepState
 from lowtide.recipes.graph import Storage
-from lowtide.tensors.kinds import is_plain_or_fake
+from lowtide.tensors.kinds import is_plain_or_fake, versions_of_parameters
 from lowtide.tensors.private import next_sequence_number, tree_leaves
-from lowtide.tensors.second_run import versions_of_parameters, why_not_rerun
+from lowtide.tensors.snapshot import why_not_rerun
 from lowtide.tensors.wrappers import inside
 
 

@@ -22,11 +22,10 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.recipes.graph import updated_statistics
-from lowtide.tensors.compiled import compiled_parts, lies_in
+from lowtide.tensors.compiled import CompiledMode, compiled_parts, lies_in
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import ordered_storage_keys, storage_key_set, storage_keys
 from lowtide.tensors.private import (
-    TorchDispatchMode,
     current_fake_mode,
     dispatch_modes,
     schema_of,
@@ -88,13 +87,8 @@ def refuse_misled(func: Any, args: tuple) -> None:
         )
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(CompiledMode):
     """Names storages by their producer while it is active. Keys are storage addresses: valid while storages live."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Torch notes that some mode is on beside the stack of modes, and compiles anew for it."""
-        return True
 
     def __init__(self, parameter_keys: set[int]) -> None:
         super().__init__()

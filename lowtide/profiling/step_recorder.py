@@ -38,7 +38,7 @@ from lowtide.profiling.saved_tensors import ByteStash, CodecOf, SavedTensorRecor
 from lowtide.profiling.step_record import CompiledCall, StepState, Trace
 from lowtide.profiling.storages import NOWHERE
 from lowtide.recipes.graph import OpCall, Storage, Value, has_statistics, writes_unsaid, written_values
-from lowtide.tensors.compiled import calls_wrapped, compiled_parts, nodes_between
+from lowtide.tensors.compiled import calls_wrapped, compiled_parts, graphs_between
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.kinds import is_plain_or_fake
 from lowtide.tensors.private import next_sequence_number, schema_of, sequence_number, tree_leaves, version_of
@@ -313,7 +313,7 @@ def _run(state: StepState, module: nn.Module, call: Callable, args: tuple, kwarg
             storage.name = state.named[storage.index] = state.next_name(COMPILED)
     record.name = made[0].name if made else state.next_name(COMPILED)
     note_writes()
-    nodes = nodes_between([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], stops)
+    nodes = graphs_between([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], stops)
     # With several graphs, what the first ones saved is parked already when the last one runs.
     beyond = peak_bytes - under_way.made_bytes if len(nodes) == 1 else peak_bytes
     ops.columns.temporary.append((record.index, max(0, beyond)))

@@ -34,9 +34,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.recipe import Recipe
 from lowtide.recipes.execute import find_operator
 from lowtide.recipes.graph import WAIT, has_statistics, pure_args
+from lowtide.tensors.compiled import CompiledMode
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
-    TorchDispatchMode,
     base_of,
     is_view,
     schema_of,
@@ -85,7 +85,7 @@ class Start(NamedTuple):
     shape: Shape
 
 
-class OperatorLog(TorchDispatchMode):
+class OperatorLog(CompiledMode):
     """Notes what operators of some kinds did, while it is active. One a forward pass.
 
     Operators of these kinds give out new storages or what they write into; views are not among them.
@@ -95,11 +95,6 @@ class OperatorLog(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         # Else torch wraps each call, for 1 us. Nothing compiles here: compiled parts run without this mode.
         return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Torch notes that some mode is on beside the stack of modes, and compiles anew for it."""
-        return True
 
     def __init__(self, kinds: frozenset) -> None:
         super().__init__()

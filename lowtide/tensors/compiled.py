@@ -26,12 +26,13 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.tensors.fsdp import is_fsdp
-from lowtide.tensors.kinds import modules_of
+from lowtide.tensors.kinds import modules_of, nodes_between
 from lowtide.tensors.private import (
     AROUND_COMPILED,
     COMPILED_CALL,
     COMPILED_NODE,
     COMPILER_MODULE,
+    TorchDispatchMode,
     dispatch_modes,
     hide_from_compiler,
     in_compiled_code,
@@ -113,6 +114,15 @@ def _is_compiled(value: Any) -> bool:
     return is_compiled_function(value)
 
 
+class CompiledMode(TorchDispatchMode):
+    """A dispatch mode under which compiled parts stay compiled. Torch would leave them as they are; it notes that some
+    mode is on beside the stack of modes, and compiles anew for it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 # -- around a compiled part --------------------------------------------------------------------------------------------
 
 
@@ -161,31 +171,9 @@ def without(modes: Collection[Any]) -> Iterator[None]:
             push_dispatch_mode(mode)
 
 
-def graphs_between(outputs: Collection[torch.Tensor], stops: Collection[Any]) -> list[type]:
-    """The compiled graphs that gave `outputs`, as classes of autograd's nodes. Two runs of the same graphs have equal
-    lists. `stops` is that of `nodes_between`."""
-    return [type(node) for node in nodes_between(outputs, stops)]
-
-
-def nodes_between(outputs: Collection[torch.Tensor], stops: Collection[Any]) -> list[Any]:
-    """Autograd's nodes of the compiled graphs that gave `outputs`, in the order of a walk that begins at the outputs
-    and does not go past the nodes `stops`.
-
-    Cost: about 1 us a node.
-    """
-    seen = {id(stop) for stop in stops}
-    pending = [tensor.grad_fn for tensor in outputs]
-    kept, found = [], []
-    while pending:
-        node = pending.pop()
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        kept.append(node)  # an object made for this walk alone would give its identity to the next one
-        if type(node).__name__ == COMPILED_NODE:
-            found.append(node)
-        pending += [node for node, _ in node.next_functions]
-    return found
+def graphs_between(outputs: Collection[torch.Tensor], stops: Collection[Any]) -> list[Any]:
+    """Autograd's nodes of the compiled graphs that gave `outputs`; `stops` is that of `nodes_between`."""
+    return [node for node in nodes_between(outputs, stops) if type(node).__name__ == COMPILED_NODE]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

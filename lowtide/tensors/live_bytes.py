@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.tensors.compiled import CompiledMode
 from lowtide.tensors.fsdp import gathered_storages
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare
 from lowtide.tensors.private import (
-    TorchDispatchMode,
     is_traceable_wrapper_subclass,
     sparse_indices,
     sparse_values,
@@ -35,16 +35,11 @@ from lowtide.tensors.private import (
 )
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(CompiledMode):
     """`with LiveBytes(model=model, optimizer=optimizer) as live: step()`, then `live.peak_bytes`.
 
     Only storages on `device_type` count; without it, the type of the model's first parameter ('cpu' without a model).
     """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled parts stay compiled while they are counted: torch would leave them as they are."""
-        return True
 
     def __init__(
         self,

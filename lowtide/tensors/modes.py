@@ -103,8 +103,6 @@ _READ = tuple(read for read, _ in _SETTINGS)
 class Modes:
     """Settings and modes as they are now."""
 
-    __slots__ = ("_modes", "values")
-
     def __init__(self) -> None:
         self.values = [read() for read in _READ]
         self._modes = _modes_of_the_user()
@@ -154,8 +152,6 @@ def _modes_of_the_user() -> list[Any]:
 
 class RandomState:
     """Random generator states of the host and of the devices of some tensors, as they are now."""
-
-    __slots__ = ("cpu", "device_type", "devices", "states")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.cpu = torch.get_rng_state()

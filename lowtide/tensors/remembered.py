@@ -1,9 +1,8 @@
 """What a snapshot remembers of one thing (snapshot.py): how it was, whether it still is, and how to put it back.
 
-What: dictionaries and attributes (`Attributes`), lists and sets (`Items`), all that is empty (`EmptyContainers`), one
-value in its place (`Held`), what has a state as a whole (`State`), names that were not there (`NewNames`), tensors
-(`TensorState`). All have `restore()`, which writes to nothing that did not change; all but tensors have `changed()`,
-which gives the names of what did. A `Position` is of what moves on and cannot be wound back, so that it can at least be
+What: a `Record` is of a dictionary or of attributes (`Attributes`), a list or a set (`Items`), one value in its place
+(`Held`), or what has a state as a whole (`State`); a `TensorState` is of a tensor. All have `restore()`, which writes
+to nothing that did not change. `position_of` is of what moves on and cannot be wound back, so that it can at least be
 said.
 
 Cost: one shallow copy each; about 6 us for a small tensor. Not covered: what is reached from the thing remembered; the
@@ -12,13 +11,14 @@ walk finds it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import itertools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -63,21 +63,56 @@ class Name:
         return f"{before}.{self.key}" if before else str(self.key)
 
 
-class Attributes:
+class Record:
+    """One place that may be written to: what was there, whether it still is, and how to put it back."""
+
+    __slots__ = ("name", "then")
+
+    def __init__(self, name: Name, then: Any) -> None:
+        self.name = name
+        self.then = then
+
+    def now(self) -> Any:
+        """What is there now."""
+        raise NotImplementedError
+
+    def put(self, then: Any) -> None:
+        """Have `then` there."""
+        raise NotImplementedError
+
+    def is_same(self) -> bool:
+        """Whether the very thing is there that was."""
+        return self.now() is self.then
+
+    def again(self) -> Self:
+        """The same place, as it is now."""
+        other = copy.copy(self)
+        other.then = self.now()
+        return other
+
+    def restore(self) -> None:
+        """Put back what was there. Writes nothing where that is there."""
+        if not self.is_same():
+            self.put(self.then)
+
+
+class Attributes(Record):
     """A dictionary, or the attributes of an object."""
 
-    __slots__ = ("is_item", "is_module", "kind", "name", "then", "value")
+    __slots__ = ("is_item", "is_module", "kind", "value")
 
     def __init__(self, value: dict, then: dict, name: Name, *, is_module: bool, is_item: bool) -> None:
+        super().__init__(name, then)
         self.value = value
         # Not by methods of a subclass.
         self.kind = OrderedDict if isinstance(value, OrderedDict) else dict
-        self.then = then
-        self.name = name
         self.is_module = is_module
         self.is_item = is_item
 
-    def _is_same(self) -> bool:
+    def now(self) -> dict:
+        return dict(self.kind.items(self.value))
+
+    def is_same(self) -> bool:
         now, then = self.value, self.then
         if len(now) != len(then):
             return False
@@ -86,48 +121,40 @@ class Attributes:
             for (key, value), (other, was) in zip(self.kind.items(now), then.items(), strict=True)
         )
 
-    def again(self) -> Attributes:
-        """The same dictionary, as it is now."""
-        now = dict(self.kind.items(self.value))
-        return Attributes(self.value, now, self.name, is_module=self.is_module, is_item=self.is_item)
-
-    def changed(self) -> Iterator[str]:
-        if self._is_same():
-            return
-        now, then, missing = dict(self.kind.items(self.value)), self.then, self
-        for key in {**then, **now}:
-            if self.is_module and key in WRAPPED:
-                continue
-            if not _is_equal(now.get(key, missing), then.get(key, missing)):
-                yield str(Name(self.name, key, self.is_item))
-        if now.keys() == then.keys() and [*now] != [*then] and not self.is_module:
-            yield str(self.name)  # another order
-
-    def restore(self) -> None:
-        if self._is_same():
-            return
-        value, then = self.value, self.then
+    def put(self, then: dict) -> None:
         if self.is_module:
-            # A wrapped forward is lowtide's own doing: the autopilot applies its plan inside a step.
-            then = {key: was for key, was in then.items() if key not in WRAPPED}
-            then |= {key: value[key] for key in WRAPPED if key in value}
-        if [*self.kind.keys(value)] != [*then]:
-            self.kind.clear(value)
-        for key, was in then.items():
-            self.kind.__setitem__(value, key, was)
+            then = without_wrappers_of(then, self.value)
+        fill(self.value, then)
 
 
-class Items:
+def without_wrappers_of(then: dict, now: dict) -> dict:
+    """What a module held `then`, with the wrappers that it has now: these are lowtide's own doing."""
+    wrappers = {key: now[key] for key in WRAPPED if key in now}
+    return {key: was for key, was in then.items() if key not in WRAPPED} | wrappers
+
+
+def fill(value: dict, then: dict, *, in_order: bool = True) -> None:
+    """Have a dictionary hold `then`, not by methods of a subclass."""
+    kind = OrderedDict if isinstance(value, OrderedDict) else dict
+    if kind.keys(value) != then.keys() or (in_order and [*kind.keys(value)] != [*then]):
+        kind.clear(value)
+    for key, was in then.items():
+        kind.__setitem__(value, key, was)
+
+
+class Items(Record):
     """What is in a list, a deque or a set."""
 
-    __slots__ = ("name", "then", "value")
+    __slots__ = ("value",)
 
     def __init__(self, value: Any, then: list | set, name: Name) -> None:
+        super().__init__(name, then)
         self.value = value
-        self.then = then
-        self.name = name
 
-    def _is_same(self) -> bool:
+    def now(self) -> list | set:
+        return set(self.value) if isinstance(self.then, set) else list(self.value)
+
+    def is_same(self) -> bool:
         now, then = self.value, self.then
         if len(now) != len(then):
             return False
@@ -135,18 +162,8 @@ class Items:
             return {id(item) for item in now} == {id(item) for item in then}
         return all(item is was for item, was in zip(now, then, strict=True))
 
-    def again(self) -> Items:
-        """The same container, as it is now."""
-        return Items(self.value, set(self.value) if isinstance(self.then, set) else list(self.value), self.name)
-
-    def changed(self) -> Iterator[str]:
-        if not self._is_same() and not _is_equal(tuple(self.value), tuple(self.then)):
-            yield str(self.name)
-
-    def restore(self) -> None:
-        if self._is_same():
-            return
-        value, then = self.value, self.then
+    def put(self, then: Any) -> None:
+        value = self.value
         if isinstance(value, list):
             list.__setitem__(value, slice(None), then)
         elif isinstance(value, deque):
@@ -157,61 +174,32 @@ class Items:
             set.update(value, then)
 
 
-class EmptyContainers:
-    """Containers in attributes that have nothing in them, as most hooks of most modules: one record for all of them."""
-
-    __slots__ = ("_filled", "found")
-
-    def __init__(self) -> None:
-        self.found: list[tuple[Any, Name, str]] = []
-        """Each with the object that has it, and the attribute's name."""
-        self._filled: list[Attributes | Items] = []
-        """Of those that were empty in the record that this one was made from, and are not now."""
-
-    def again(self) -> EmptyContainers:
-        """The same containers, as they are now."""
-        now = EmptyContainers()
-        now.found = [each for each in self.found if not each[0]]
-        now._filled = [_container(*each, then=each[0]) for each in self.found if each[0]]
-        now._filled += [record.again() for record in self._filled]
-        return now
-
-    def changed(self) -> Iterator[str]:
-        for each in self.found:
-            if each[0]:
-                yield from _container(*each, then=()).changed()
-        for record in self._filled:
-            yield from record.changed()
-
-    def restore(self) -> None:
-        for value, _, _ in self.found:
-            if value:
-                value.clear()
-        for record in self._filled:
-            record.restore()
-
-
-def _container(value: Any, name: Name, key: str, *, then: Any) -> Attributes | Items:
-    """The record of a container in an attribute that has held what is in `then`."""
+def record_of_empty(value: Any, name: Name, key: str) -> Attributes | Items:
+    """The record of a container in an attribute, `key` of what has the name `name`, that had nothing in it."""
     where = Name(name, key)
     if isinstance(value, dict):
-        return Attributes(value, dict(then), where, is_module=False, is_item=key not in TRANSPARENT)
-    return Items(value, set(then) if isinstance(value, set) else list(then), where)
+        return Attributes(value, {}, where, is_module=False, is_item=key not in TRANSPARENT)
+    return Items(value, set() if isinstance(value, set) else [], where)
 
 
-class Held:
+class Held(Record):
     """One value in its place: a variable of an enclosing function, a global, an attribute of a class, a slot.
 
     `get()` gives `NOTHING` where there is none.
     """
 
-    __slots__ = ("_get", "_put", "name", "then")
+    __slots__ = ("_get", "_put")
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], name: Name) -> None:
+        super().__init__(name, get())
         self._get = get
         self._put = put
-        self.name = name
-        self.then = get()
+
+    def now(self) -> Any:
+        return self._get()
+
+    def put(self, then: Any) -> None:
+        self._put(then)
 
     @classmethod
     def of_cell(cls, cell: types.CellType, name: Name) -> Held:
@@ -232,33 +220,24 @@ class Held:
         """An attribute in `__slots__`."""
         return cls(functools.partial(_in_slot, value, slot), functools.partial(_put_slot, value, key), name)
 
-    def again(self) -> Held:
-        """The same place, as it is now."""
-        return Held(self._get, self._put, self.name)
 
-    def changed(self) -> Iterator[str]:
-        if not _is_equal(self._get(), self.then):
-            yield str(self.name)
+class State(Held):
+    """Something whose state is read and written as a whole: a random generator, an array, bytes, a file; names that a
+    class, or the globals that a function names, have not got."""
 
-    def restore(self) -> None:
-        if self._get() is not self.then:
-            self._put(self.then)
+    __slots__ = ()
 
-    def put_in(self, _: Any, value: Any) -> None:
-        """Exchange the value, until it is restored. A container takes a key too; there is only one place here."""
-        self._put(value)
+    def is_same(self) -> bool:
+        return _is_same_state(self._get(), self.then)
 
-
-class State:
-    """Something whose state is read and written as a whole: a random generator, an array, bytes, a file."""
-
-    __slots__ = ("_get", "_set", "name", "then")
-
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], name: Name | str) -> None:
-        self._get = get
-        self._set = put
-        self.name = name
-        self.then = get()
+    @classmethod
+    def of_generator(cls, generator: Any, name: Name) -> State:
+        """A random generator of torch, Python or numpy; Python's and numpy's modules are ones."""
+        if hasattr(generator, "getstate"):
+            return cls(generator.getstate, generator.setstate, name)
+        if hasattr(generator, "get_state"):
+            return cls(generator.get_state, generator.set_state, name)
+        return cls(functools.partial(getattr, generator, "state"), functools.partial(setattr, generator, "state"), name)
 
     @classmethod
     def of_array(cls, array: Any, name: Name) -> State:
@@ -280,65 +259,19 @@ class State:
         """Where a file is read; of one in memory, what is in it too."""
         return cls(functools.partial(_state_of_file, file), functools.partial(_put_back_file, file), name)
 
-    def again(self) -> State:
-        """The same thing, as it is now."""
-        return State(self._get, self._set, self.name)
-
-    def changed(self) -> Iterator[str]:
-        if not _is_same_state(self._get(), self.then):
-            yield str(self.name)
-
-    def restore(self) -> None:
-        if not _is_same_state(self._get(), self.then):
-            self._set(self.then)
-
-
-class NewNames:
-    """Names that a class, or the globals that a function names, have not got; those that come are taken away again."""
-
-    __slots__ = ("_delete", "_found", "name")
-
-    def __init__(self, delete: Callable[[str], None], found: Callable[[], list[str]], name: Name) -> None:
-        self._delete = delete
-        self._found = found
-        self.name = name
-
     @classmethod
-    def of_globals(cls, namespace: dict[str, Any], names: set[str], name: Name) -> NewNames:
+    def of_new_globals(cls, namespace: dict[str, Any], names: set[str], name: Name) -> State:
+        """Which of the names that are not in `namespace` have come; they are taken away again."""
         absent = names - namespace.keys()
-        return cls(namespace.__delitem__, lambda: [key for key in absent if key in namespace], name)
+        found = lambda: [key for key in absent if key in namespace]  # noqa: E731
+        return cls(found, lambda _: [namespace.pop(key) for key in found()], name)
 
     @classmethod
-    def of_class(cls, owner: type, name: Name) -> NewNames:
+    def of_new_attributes(cls, owner: type, name: Name) -> State:
+        """The same of the attributes of a class."""
         there = frozenset(vars(owner))
         found = lambda: [key for key in vars(owner) if key not in there and not key.startswith("__")]  # noqa: E731
-        return cls(functools.partial(delattr, owner), found, name)
-
-    def changed(self) -> Iterator[str]:
-        yield from self._found()
-
-    def restore(self) -> None:
-        for key in self._found():
-            self._delete(key)
-
-
-class Position:
-    """Something that moves on by itself and that nobody can wind back: an iterator, a file that is written."""
-
-    __slots__ = ("name", "then", "value")
-
-    def __init__(self, value: Any, name: Name) -> None:
-        self.value = value
-        self.name = name
-        self.then = _position(value)
-
-    @property
-    def kind(self) -> str:
-        """Of what class it is."""
-        return f"{type(self.value).__module__}.{type(self.value).__qualname__}"
-
-    def has_moved(self) -> bool:
-        return bool(_position(self.value) != self.then)
+        return cls(found, lambda _: [delattr(owner, key) for key in found()], name)  # type: ignore[func-returns-value]
 
 
 class TensorState:
@@ -419,21 +352,6 @@ class TensorState:
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else version_of(tensor)
-
-
-def _is_equal(now: Any, then: Any) -> bool:
-    """Whether a value was replaced by an equal one, or not at all. What is no plain value must be the same object."""
-    if now is then:
-        return True
-    if type(now) is not type(then):
-        return False
-    if isinstance(now, tuple):
-        return len(now) == len(then) and all(_is_equal(one, other) for one, other in zip(now, then, strict=True))
-    if isinstance(now, float):
-        return now.hex() == then.hex()
-    if isinstance(now, types.MethodType):
-        return now == then
-    return type(now) in PLAIN and bool(now == then)
 
 
 def _is_same_state(now: Any, then: Any) -> bool:
@@ -543,20 +461,14 @@ def _put_back_file(file: Any, then: tuple) -> None:
     file.seek(position)
 
 
-def record_of_file(file: Any, name: Name) -> State | Position | None:
-    """The record of an open file; None for one that tells no position."""
-    if file.closed:
-        return None
-    try:
-        is_read = isinstance(file, io.BytesIO | io.StringIO) or (file.seekable() and not file.writable())
-        file.tell()
-    except (OSError, ValueError):
-        return None
-    return State.of_file(file, name) if is_read else Position(file, name)
+def is_read(file: Any) -> bool:
+    """Whether an open file is read, or lies in memory: then it can be put back where it was."""
+    return isinstance(file, io.BytesIO | io.StringIO) or (file.seekable() and not file.writable())
 
 
-def _position(value: Any, depth: int = 0) -> Any:
-    """Something that compares equal as long as an iterator stands where it stood."""
+def position_of(value: Any, depth: int = 0) -> Any:
+    """Something that compares equal as long as an iterator, or a file that is written, stands where it stood: what
+    moves on by itself and cannot be wound back."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return None if frame is None else (frame.f_lasti, {key: id(local) for key, local in frame.f_locals.items()})
@@ -565,7 +477,7 @@ def _position(value: Any, depth: int = 0) -> Any:
     if isinstance(value, itertools.count | itertools.repeat):
         return repr(value)
     if isinstance(value, tuple) and depth:
-        return tuple(_position(part, depth) for part in value)
+        return tuple(position_of(part, depth) for part in value)
     if isinstance(value, int | str | bytes | type(None)):
         return value
     if not isinstance(value, Iterator) or depth > _POSITION_DEPTH:
@@ -574,6 +486,6 @@ def _position(value: Any, depth: int = 0) -> Any:
     if own:  # torch's, of a loader of batches
         return tuple(part for part in own.values() if type(part) in (int, bool))
     try:
-        return _position(value.__reduce__(), depth + 1)
+        return position_of(value.__reduce__(), depth + 1)
     except TypeError:
         return id(value)

@@ -28,6 +28,7 @@ nor distributions; objects that a thread of their own may be writing to (queues,
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import functools
@@ -40,7 +41,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -48,6 +49,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.tensors.kinds import CACHE_NAMES, num_cached
 from lowtide.tensors.private import (
     INTERNAL_MODES,
     disable_current_modes,
@@ -61,20 +63,21 @@ from lowtide.tensors.private import (
     tree_map_only,
 )
 from lowtide.tensors.remembered import (
+    NOTHING,
     PLAIN,
     TRANSPARENT,
     Attributes,
-    EmptyContainers,
     Held,
     Items,
     Name,
-    NewNames,
-    Position,
+    Record,
     State,
     TensorState,
     is_filled,
+    is_read,
     members_of,
-    record_of_file,
+    position_of,
+    record_of_empty,
     slots_of,
 )
 from lowtide.tensors.view import byte_view
@@ -107,6 +110,26 @@ _WRITABLE: tuple[Any, ...] = (
     ctypes.Structure,
     type(ctypes.c_int()).__base__,
 )
+_VISITS: tuple[tuple[Any, str, bool], ...] = (
+    (_WRITABLE, "_writable", True),
+    (weakref.ref, "_weak_reference", True),
+    (contextvars.ContextVar, "_context_variable", True),
+    (types.BuiltinFunctionType, "_builtin", True),
+    ((types.SimpleNamespace, threading.local), "_object", True),
+    (io.IOBase, "_file", True),
+    (_CACHED, "_cached", True),
+    (nn.Module, "_module", False),
+    (torch.Tensor, "_tensor", False),
+    ((torch.Generator, random.Random), "_generator", False),
+    (dict, "_dict", False),
+    ((list, deque, set), "_items", False),
+    (tuple, "_tuple", False),
+    (types.FunctionType, "_function", False),
+    (types.MethodType, "_method", False),
+    (functools.partial, "_partial", False),
+    ((type, BaseException), "", False),
+)
+"""How to look at an object of some class (empty: not at all), and whether only the observed step does."""
 _MODULE_DEPTH = 2
 _LOCKS = ("lock", "RLock", "Condition", "Thread", "Event", "Semaphore", "BoundedSemaphore", "SimpleQueue")
 # Beside these, another thread is at work.
@@ -118,28 +141,34 @@ _RUN = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})
 class Snapshot:
     """What was found, as it was. Made by `take`."""
 
-    __slots__ = ("_positions", "_records", "_steady", "_tensors", "_written", "is_whole")
-
-    def __init__(
-        self,
-        records: list[Any],
-        positions: list[Position],
-        tensors: list[TensorState],
-        steady: WeakTensorKeyDictionary | None,
-        is_whole: bool,
-    ) -> None:
-        self._records = records
-        self._positions = positions
-        self._tensors = tensors
+    def __init__(self, walk: _StateWalk, steady: WeakTensorKeyDictionary | None) -> None:
+        self._records = walk.records
+        self._empty = walk.empty
+        self._positions = walk.positions
+        self._tensors = walk.tensors
         self._steady = steady
         self._written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        self.is_whole = is_whole
+        self.is_whole = walk.is_whole
         """False if there was more than could be walked through."""
 
     @property
-    def records(self) -> list[Any]:
+    def iterator(self) -> str:
+        """The name of the first iterator in attributes or dictionaries; empty if there is none."""
+        for record in self._records:
+            if isinstance(record, Attributes):
+                for key, value in record.then.items():
+                    if is_iterator(value):
+                        return str(Name(record.name, key, record.is_item))
+        return ""
+
+    def records(self) -> list[Record]:
         """What holds others or a state: attributes, items, generators, arrays (remembered.py)."""
-        return self._records
+        return [*self._records, *(record_of_empty(*each) for each in self._empty)]
+
+    def changed(self) -> list[Record]:
+        """Those that are not as they were."""
+        filled = [record_of_empty(*each) for each in self._empty if each[0]]
+        return [record for record in self._records if not record.is_same()] + filled
 
     @property
     def tensors(self) -> list[tuple[torch.Tensor, Name]]:
@@ -177,8 +206,8 @@ class Snapshot:
                 pairs, write = record.then.items(), functools.partial(record.kind.__setitem__, record.value)
             elif isinstance(record, Items) and not isinstance(record.then, set):
                 pairs, write = enumerate(record.then), record.value.__setitem__
-            elif isinstance(record, Held):
-                pairs, write = [((), record.then)], record.put_in
+            elif type(record) is Held:
+                pairs, write = [(record, record.then)], _put
             else:
                 continue
             for key, value in pairs:
@@ -187,7 +216,11 @@ class Snapshot:
 
     def moved(self) -> list[str]:
         """Names of what has moved on since, and cannot be wound back."""
-        return [f"'{each.name}' ({each.kind})" for each in self._positions if each.has_moved()]
+        return [
+            f"'{name}' ({type(value).__module__}.{type(value).__qualname__})"
+            for value, name, then in self._positions
+            if position_of(value) != then
+        ]
 
     def restore(self) -> None:
         """Put everything back. May be called again. What did not change is not written to."""
@@ -196,10 +229,17 @@ class Snapshot:
                 now = byte_view(storage)
                 if now.numel() == copy.numel():
                     now.copy_(copy)
+            for container, _, _ in self._empty:
+                if container:
+                    container.clear()
             for record in self._records:
                 record.restore()
             for tensor in self._tensors:
                 tensor.restore(self._written)
+
+    def forget_tensors(self) -> None:
+        """Let go of the copies of tensors, which are not put back then."""
+        self._tensors = []
 
     def note_steady(self) -> None:
         """All went well: large tensors that did not change are trusted to their version from now on."""
@@ -231,19 +271,35 @@ def take(
         if called:
             walk.add_surroundings(modes)
         walk.run()
-    return Snapshot(walk.records, walk.positions, walk.tensors, steady, walk.is_whole)
+    return Snapshot(walk, steady)
+
+
+def why_not_rerun(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Why this call of `module` could not be repeated, in words; empty where nothing speaks against it."""
+    caches = {name: kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None}
+    try:
+        holds_tokens = any(num_cached(module, cache) for cache in caches.values())
+    except Exception:  # somebody else's class, asked in somebody else's forward
+        return f"nobody can say how many tokens its {next(iter(caches))} holds"
+    if holds_tokens:
+        return f"its {next(iter(caches))} already holds tokens"
+    leaves = tree_leaves((args, {key: value for key, value in kwargs.items() if key not in caches}))
+    beside = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN]
+    iterator = take(module, beside=beside or None, code=True, process=False).iterator
+    return f"it can reach an iterator, '{iterator}', which cannot be wound back" if iterator else ""
 
 
 class _StateWalk:
     """One way through everything that can be reached, each object once, near ones first."""
 
     def __init__(self, code: bool, called: bool, steady: WeakTensorKeyDictionary | None) -> None:
-        self.records: list[Any] = [EmptyContainers()]
-        """The first one is of all that is empty."""
-        self.positions: list[Position] = []
-        """What `Snapshot.moved` is asked of."""
+        self.records: list[Record] = []
+        self.empty: list[tuple[Any, Name, str]] = []
+        """Containers in attributes that have nothing in them, as most hooks of most modules: each with the name of what
+        has it, and the attribute's."""
+        self.positions: list[tuple[Any, Name, Any]] = []
+        """What moves on by itself, and where it stood."""
         self.tensors: list[TensorState] = []
-        self.is_whole = True
         self._code = code
         self._called = called
         self._plain = PLAIN - {types.BuiltinFunctionType} if called else PLAIN
@@ -259,6 +315,11 @@ class _StateWalk:
         self._num_far = 0
         self._visits: dict[type, Callable[[Any, Name, int], None] | None] = {}
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there was no more than could be walked through."""
+        return self._num_far <= _MAX_OBJECTS
+
     def add(self, value: Any, name: Name, depth: int) -> None:
         kind = type(value)
         if kind in self._plain or id(value) in self._seen:
@@ -270,8 +331,7 @@ class _StateWalk:
             return
         if depth > _MODULE_DEPTH:
             self._num_far += 1
-            if self._num_far > _MAX_OBJECTS:
-                self.is_whole = False
+            if not self.is_whole:
                 return
         self._seen[id(value)] = value
         self._todo.append((value, name, depth))
@@ -305,59 +365,26 @@ class _StateWalk:
         return bool(self._todo)
 
     def _visit_for(self, kind: type) -> Callable[[Any, Name, int], None] | None:
-        if self._called and (visit := self._far_visit_for(kind)) is not None:
-            return visit
-        for classes, visit in (
-            (nn.Module, self._module),
-            (torch.Tensor, self._tensor),
-            (torch.Generator, self._generator),
-            (dict, self._dict),
-            (list, self._list),
-            (deque, self._list),
-            (set, self._set),
-            (tuple, self._tuple),
-            (types.FunctionType, self._function),
-            (types.MethodType, self._method),
-            (functools.partial, self._partial),
-            (random.Random, self._python_random),
-        ):
-            if issubclass(kind, classes):
-                return visit
+        for classes, visit, is_far in _VISITS:
+            if (self._called or not is_far) and issubclass(kind, classes):
+                return getattr(self, visit) if visit else None
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             if issubclass(kind, numpy.ndarray):
                 return self._array
             if issubclass(kind, numpy.random.Generator):
                 return lambda value, name, depth: self.add(value.bit_generator, name, depth)
-            if issubclass(kind, numpy.random.BitGenerator):
-                return self._bit_generator
-            if issubclass(kind, numpy.random.RandomState):
-                return self._random_state
-        if issubclass(kind, type | BaseException) or (
-            issubclass(kind, Enum | torch.optim.Optimizer) and not self._called
-        ):
+            if issubclass(kind, numpy.random.BitGenerator | numpy.random.RandomState):
+                return self._generator
+        if self._called and issubclass(kind, Iterator):
+            if kind.__dictoffset__ == 0 or is_library(kind.__module__):
+                return self._iterator
+        elif issubclass(kind, Enum | torch.optim.Optimizer) and not self._called:
             return None
         is_familiar = self._called and f"{kind.__module__}.".startswith(_FAMILIAR)
         if (kind.__module__.partition(".")[0] in _FOREIGN and not is_familiar) or not _has_attributes(kind):
             return None
         return self._object
-
-    def _far_visit_for(self, kind: type) -> Callable[[Any, Name, int], None] | None:
-        """How to look at a kind of object that only the observed step cares for."""
-        for classes, visit in (
-            (_WRITABLE, self._writable),
-            (weakref.ref, self._weak_reference),
-            (contextvars.ContextVar, self._context_variable),
-            (types.BuiltinFunctionType, self._builtin),
-            (types.SimpleNamespace, self._object),
-            (threading.local, self._object),
-            (io.IOBase, self._file),
-            (_CACHED, self._cached),
-        ):
-            if issubclass(kind, classes):
-                return visit
-        is_own = not is_library(kind.__module__, _FOREIGN) and kind.__dictoffset__ != 0
-        return self._iterator if issubclass(kind, Iterator) and not is_own else None
 
     # -- what holds others -----------------------------------------------------------------------------------------
 
@@ -367,7 +394,7 @@ class _StateWalk:
             self._class(type(module), name)
 
     def _attributes(self, attributes: dict[str, Any], name: Name, depth: int, is_module: bool = False) -> None:
-        then, empty = attributes.copy(), self.records[0].found
+        then, empty = attributes.copy(), self.empty
         self.records.append(Attributes(attributes, then, name, is_module=is_module, is_item=False))
         for key, child in then.items():
             kind = type(child)
@@ -385,29 +412,22 @@ class _StateWalk:
         for key, child in then.items():
             if type(child) not in self._plain:
                 self.add(child, Name(name, key, not is_named), depth + 1)
-        self._own(value, name, depth, dict, OrderedDict)
+        self._own(value, name, depth)
 
-    def _list(self, value: Any, name: Name, depth: int) -> None:
-        then = list(value)
+    def _items(self, value: Any, name: Name, depth: int) -> None:
+        is_set = isinstance(value, set)
+        then = set(value) if is_set else list(value)
         self.records.append(Items(value, then, name))
         for index, child in enumerate(then):
             if type(child) not in self._plain:
-                self.add(child, Name(name, index, True), depth + 1)
-        self._own(value, name, depth, list, deque)
+                self.add(child, name if is_set else Name(name, index, True), depth + 1)
+        self._own(value, name, depth)
 
-    def _set(self, value: set, name: Name, depth: int) -> None:
-        then = set(value)
-        self.records.append(Items(value, then, name))
-        for child in then:
-            self.add(child, name, depth + 1)
-        self._own(value, name, depth, set)
-
-    def _own(self, value: Any, name: Name, depth: int, *kinds: type) -> None:
+    def _own(self, value: Any, name: Name, depth: int) -> None:
         """The attributes of an instance of a container's subclass."""
-        if type(value) not in kinds:
-            attributes = getattr(value, "__dict__", None)
-            if type(attributes) is dict:
-                self._attributes(attributes, name, depth)
+        attributes = None if type(value) in _CONTAINERS else getattr(value, "__dict__", None)
+        if type(attributes) is dict:
+            self._attributes(attributes, name, depth)
 
     def _tuple(self, value: tuple, name: Name, depth: int) -> None:
         for index, child in enumerate(value):
@@ -440,27 +460,28 @@ class _StateWalk:
             self._attributes(function.__dict__, name, depth)
         for child in (function.__defaults__ or ()) + tuple((function.__kwdefaults__ or {}).values()):
             self.add(child, name, depth + 1)
-        if self._called:
-            if not is_library(function.__module__, _FOREIGN):
-                names = names_in(function.__code__)
-                self._names |= names
-                self._named_in(function.__globals__, names, Name(None, function.__module__), depth, set())
-        elif self._code and function.__module__.partition(".")[0] not in _FOREIGN:
-            self._named_by(function, depth)
+        if self._code and not is_library(function.__module__):
+            names = names_in(function.__code__)
+            self._names |= names
+            self._named_in(function.__globals__, names, Name(None, function.__module__), depth, set())
 
     def _named_in(self, namespace: dict[str, Any], names: set[str], within: Name, depth: int, seen: set[int]) -> None:
-        """What of a module's globals a function names; and of those modules that it names, what it names of them."""
+        """What of a module's globals a function names; in an observed step also what it names of those modules that it
+        names, and functions and classes."""
         seen.add(id(namespace))
-        self.records.append(NewNames.of_globals(namespace, names, within))
+        if self._called:
+            self.records.append(State.of_new_globals(namespace, names, within))
         for key in names:
-            value = namespace.get(key, namespace)
-            if value is namespace:
-                value = sys.modules.get(key, namespace)  # imported inside of the function
+            value = namespace.get(key, NOTHING)
+            if value is NOTHING:
+                value = sys.modules.get(key)  # imported inside of the function
                 if not isinstance(value, types.ModuleType):
                     continue
+            if isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module) and not self._called:
+                continue
             name = Name(within, key)
             if isinstance(value, types.ModuleType):
-                if id(vars(value)) not in seen and not is_library(value.__name__, _FOREIGN):
+                if id(vars(value)) not in seen and not is_library(value.__name__):
                     self._named_in(vars(value), names, Name(None, value.__name__), depth, seen)
             elif isinstance(value, type):
                 if not issubclass(value, BaseException):
@@ -473,53 +494,31 @@ class _StateWalk:
                     self.records.append(Held.of_globals(namespace, key, name))
                 self.add(value, name, depth + 1)
 
-    def _named_by(self, function: types.FunctionType, depth: int) -> None:
-        """Globals that a function names, and that hold numbers, containers or generators."""
-        now = function.__globals__
-        for key in function.__code__.co_names:
-            value = now.get(key, now)
-            if value is now or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):
-                continue
-            name = Name(Name(None, function.__module__), key)
-            if (id(now), key) not in self._noted:
-                self._noted.add((id(now), key))
-                self.records.append(Held.of_globals(now, key, name))
-            self.add(value, name, depth + 1)
-
     def _class(self, kind: type, name: Name) -> None:
-        """Attributes of a module's class, and what its `forward` names."""
+        """Attributes of a module's class, and what its `forward` names; in an observed step, what its methods name."""
         for owner in kind.__mro__:
-            if owner in self._noted or owner.__module__.partition(".")[0] in _FOREIGN:
+            if owner in self._noted or is_library(owner.__module__):
                 continue
             self._noted.add(owner)
+            within = Name(None, owner.__name__)
             if self._called:
-                self._class_and_methods(owner)
-                continue
-            forward = vars(owner).get("forward")
-            if isinstance(forward, types.FunctionType):
-                self.add(forward, Name(name, "forward"), 1)
+                self.records.append(State.of_new_attributes(owner, within))
             for key, value in vars(owner).items():
-                if key.startswith("__") or callable(value) or isinstance(value, property | staticmethod | classmethod):
-                    continue
-                self.records.append(Held.of_class(owner, key, Name(Name(None, owner.__name__), key)))
-                self.add(value, Name(Name(None, owner.__name__), key), 1)
+                functions = _functions_of(value)
+                for function in functions:
+                    self._class_function(function, key, Name(within, key))
+                is_callable = isinstance(value, type) if self._called else callable(value)
+                if not (key.startswith("__") or functions or is_callable or _is_descriptor(value)):
+                    self.records.append(Held.of_class(owner, key, Name(within, key)))
+                    self.add(value, Name(within, key), 1)
 
-    def _class_and_methods(self, owner: type) -> None:
-        if is_library(owner.__module__, _FOREIGN):
-            return
-        name = Name(None, owner.__name__)
-        self.records.append(NewNames.of_class(owner, name))
-        for key, value in vars(owner).items():
-            for function in _functions_of(value):
-                if not key.startswith("__"):
-                    self._methods.setdefault(key, []).append((function, Name(name, key)))
-                elif key != "__init__":  # which has run, unless code names the class
-                    self.add(function, Name(name, key), 1)
-            if key.startswith("__") or isinstance(value, types.FunctionType | type) or _functions_of(value):
-                continue
-            if not _is_descriptor(value):
-                self.records.append(Held.of_class(owner, key, Name(name, key)))
-                self.add(value, Name(name, key), 1)
+    def _class_function(self, function: types.FunctionType, key: str, name: Name) -> None:
+        if key == "forward" and not self._called:
+            self.add(function, name, 1)
+        elif self._called and not key.startswith("__"):
+            self._methods.setdefault(key, []).append((function, name))
+        elif self._called and key != "__init__":  # which has run, unless code names the class
+            self.add(function, name, 1)
 
     def _method(self, method: types.MethodType, name: Name, depth: int) -> None:
         self.add(method.__self__, name, depth + 1)
@@ -548,18 +547,9 @@ class _StateWalk:
         if attributes:
             self._attributes(attributes, name, depth)
 
-    def _generator(self, generator: torch.Generator, name: Name, depth: int) -> None:
-        self.records.append(State(generator.get_state, generator.set_state, name))
-
-    def _python_random(self, generator: random.Random, name: Name, depth: int) -> None:
+    def _generator(self, generator: Any, name: Name, depth: int) -> None:
         if not isinstance(generator, random.SystemRandom):
-            self.records.append(State(generator.getstate, generator.setstate, name))
-
-    def _bit_generator(self, generator: Any, name: Name, depth: int) -> None:
-        self.records.append(State(lambda: generator.state, lambda then: setattr(generator, "state", then), name))
-
-    def _random_state(self, generator: Any, name: Name, depth: int) -> None:
-        self.records.append(State(generator.get_state, generator.set_state, name))
+            self.records.append(State.of_generator(generator, name))
 
     def _writable(self, value: Any, name: Name, depth: int) -> None:
         with memoryview(value) as view:
@@ -568,18 +558,19 @@ class _StateWalk:
             self.records.append(State.of_bytes(value, name))
 
     def _file(self, file: io.IOBase, name: Name, depth: int) -> None:
-        record = record_of_file(file, name)
-        if isinstance(record, Position):
-            self.positions.append(record)
-        elif record is not None:
-            self.records.append(record)
+        with contextlib.suppress(OSError, ValueError):  # of one that is closed, or tells no position
+            if is_read(file):
+                self.records.append(State.of_file(file, name))
+            else:
+                file.tell()
+                self._iterator(file, name, depth)
 
     def _cached(self, function: Any, name: Name, depth: int) -> None:
         self.records.append(State.of_cache(function, name))
         self.add(function.__wrapped__, name, depth)
 
     def _iterator(self, value: Any, name: Name, depth: int) -> None:
-        self.positions.append(Position(value, name))
+        self.positions.append((value, name, position_of(value)))
 
     def _array(self, array: Any, name: Name, depth: int) -> None:
         if self._called and array.dtype == object:
@@ -593,24 +584,28 @@ class _StateWalk:
 
 def _process_states(devices: Iterable[torch.device]) -> Iterator[State]:
     """Random generators of torch (host and devices), Python, and numpy if it is in use."""
-    yield State(torch.get_rng_state, torch.set_rng_state, "torch's random state")
+    yield State(torch.get_rng_state, torch.set_rng_state, Name(None, "torch's random state"))
     for device in devices:
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device)
             yield State(
                 functools.partial(module.get_rng_state, device),
                 functools.partial(_set_rng_state, module, device),
-                f"the random state of {device}",
+                Name(None, f"the random state of {device}"),
             )
     yield from host_generators()
 
 
 def host_generators() -> Iterator[State]:
     """Random generators of the process that are not torch's: Python's, and numpy's if it is in use."""
-    yield State(random.getstate, random.setstate, "Python's random state")
+    yield State.of_generator(random, Name(None, "Python's random state"))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        yield State(numpy.random.get_state, numpy.random.set_state, "numpy's random state")
+        yield State.of_generator(numpy.random, Name(None, "numpy's random state"))
+
+
+def _put(record: Any, value: Any) -> None:
+    record.put(value)
 
 
 def _set_rng_state(module: Any, device: torch.device, state: torch.Tensor) -> None:
@@ -619,6 +614,11 @@ def _set_rng_state(module: Any, device: torch.device, state: torch.Tensor) -> No
 
 def _has_attributes(kind: type) -> bool:
     return kind.__dictoffset__ != 0 or any(vars(owner).get("__slots__") for owner in kind.__mro__)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it moves on by itself; where a file stands can be read."""
+    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:
@@ -649,7 +649,7 @@ def names_in(code: types.CodeType) -> set[str]:
     return names
 
 
-def is_library(module: str | None, foreign: frozenset[str]) -> bool:
-    """Whether code of this module is Python's, numpy's or one of `foreign`: nothing of a forward's state is in it."""
+def is_library(module: str | None) -> bool:
+    """Whether code of this module is Python's, numpy's, torch's or lowtide's: nothing of a forward's state is in it."""
     package = (module or "").partition(".")[0]
-    return package in foreign or package in sys.stdlib_module_names or package == "numpy"
+    return package in _FOREIGN or package in sys.stdlib_module_names or package == "numpy"

@@ -67,8 +67,6 @@ def arrived(tensor: Any) -> torch.Tensor:
 class Shell:
     """A distributed tensor without its bytes: what it takes to put it around other ones."""
 
-    __slots__ = ("_context", "_kind", "_name", "_others", "_size", "_stride")
-
     def __init__(self, tensor: Any) -> None:
         names, self._context = tensor.__tensor_flatten__()
         self._kind: Any = type(tensor)

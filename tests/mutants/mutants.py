@@ -328,7 +328,7 @@ RETRY = [
     Mutant(
         "copies-of-the-failed-graph-go-on",
         "runtime.session.retry:Rollback._let_go",
-        drops("_settle"),
+        drops("settle"),
         _RETRY,
         "what the failed graph swapped still has its slots when the micro-batch runs again",
     ),

@@ -1,9 +1,9 @@
 """A model that stays within a budget: observe, plan, apply, compare, correct.
 
-Six files, of which each can be read from top to bottom:
+Five files, of which each can be read from top to bottom:
 
-- `optimize.py`: the way in. It makes a handle (session/tides.py) whose plans come from an autopilot.
-- `autopilot.py`: the state machine. A forward pass comes, its plan is found or made, put on, compared, made again.
+- `autopilot.py`: the state machine. A forward pass comes, its plan is found or made, put on, compared, made again. At
+  its end the way in, which makes a handle (session/tides.py) whose plans come from an autopilot.
 - `facts.py`: what steps show that concerns the plans for all shapes (gradients, open passes, optimizers, failures).
 - `planner.py`: makes a plan for the budget of all ranks, from a profile and these facts.
 - `measure.py`: what a step took beside its prediction, and the rule of which number was wrong.

@@ -28,28 +28,40 @@ the host it must fit beside the budget.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
+
+from lowtide.config.memory import plan_from_rules
 from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
+from lowtide.engines.base import Engine, EngineChoice
+from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import BudgetError, RecomputeRefusedError
+from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.state_bytes import other_bytes
 from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
 from lowtide.runtime.autopilot.measure import Correction, StepWatch
 from lowtide.runtime.autopilot.model_state import ModelState
+from lowtide.runtime.autopilot.plan_model import merged_config
 from lowtide.runtime.autopilot.planner import Planner
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Stats
+from lowtide.runtime.session.apply import checked
+from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
 from lowtide.runtime.session.together import JointStepError
 from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
-from lowtide.tensors.ranks import any_rank, has_company
-from lowtide.tensors.second_run import why_not_rerun
+from lowtide.tensors.ranks import any_rank, check_group, has_company
+from lowtide.tensors.snapshot import why_not_rerun
 from lowtide.units import format_bytes
 
 NUM_REVIEWS = 2
@@ -127,7 +139,7 @@ class Autopilot:
         self._replan_for_all()
         facts = self.planner.facts
         if facts.num_passes > 1 and self._passes.num_open:
-            self._passes.hold_to(facts.beside_bytes // (facts.num_passes - 1))
+            self._passes.spill(facts.beside_bytes // (facts.num_passes - 1))
         bucket = self.table.bucket(args, kwargs, model=model)
         key = self._serving(bucket)
         if key is None and (
@@ -287,8 +299,7 @@ class Autopilot:
         self.key, shape = key, self.table.use(key)
 
         def equip(tide: Tide) -> None:
-            self.planner.set_limit(tide, shape)
-            tide.stand_beside(lambda: self._passes.bytes_beside(tide))
+            self.planner.set_limit(tide, shape, beside_bytes=lambda: self._passes.bytes_beside(tide))
 
         try:
             shape.tide = self._tides.use(shape.plan, shape.tide, equip=equip)
@@ -529,3 +540,52 @@ class Autopilot:
 
 def _why(correction: Correction | None) -> str:
     return correction.why if correction is not None else _ANOTHERS
+
+
+# -- the way in --------------------------------------------------------------------------------------------------------
+
+
+def optimize(
+    model: nn.Module,
+    budget: int | str | None = None,
+    *,
+    memory: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    engine: EngineChoice = None,
+    group: Any = None,
+    strict: bool | None = None,
+    place: Callable[[Any, Engine, str], PlacedState] = PlacedState,
+) -> Tides:
+    """See `lowtide.optimize`. `place`: makes what keeps the optimizer's state, and weights, where plans have them."""
+    optimizer = checked(model, optimizer, "lowtide.optimize")
+    check_group(group, "lowtide.optimize")
+    wanted = merged_config(memory, budget)
+    settled = wanted.settled(lambda: memory_of_model(model, optimizer))
+    config = settled.config
+    if settled.line:
+        LOG.info("lowtide: %s", settled.line)
+    layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
+    bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
+    chosen = choose_engine(engine, model, bare)
+    placed = place(optimizer, chosen, "lowtide.optimize")
+    placed.check(bare.optimizer)
+    if config.optimizer == "auto" and (optimizer is None or (refusal := placed.why_not())):
+        if optimizer is not None:
+            LOG.info("lowtide: the optimizer's state stays on the device: %s", refusal)
+        config = dataclasses.replace(config, optimizer="keep")
+    room = None if (config.strict if strict is None else strict) else functools.partial(_room, model, optimizer)
+
+    def autopilot(tides: Tides) -> Autopilot:
+        return Autopilot(tides, Planner(model, config, chosen, group, room=room))
+
+    how: Any = {"owns_engine": chosen is not engine, "placed": placed, "group": group}
+    try:
+        return Tides(model, optimizer, chosen, autopilot, call="lowtide.optimize", **how)
+    except BaseException:
+        placed.remove()
+        raise
+
+
+def _room(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """The most that this rank can have on the device, with what it has already."""
+    return memory_of_model(model, optimizer).free_bytes

@@ -83,21 +83,14 @@ class OpenPasses:
         return sum(each.is_open for each in self._passes)
 
     def spill(self, share_bytes: int) -> int:
-        """Bring each open forward pass down to so much, since other plans come for the rest of the step. Returns how
-        many bytes more they hold all the same."""
-        own = Counter(tide for each in self._passes if each.is_open and (tide := each.tide()) is not None)
-        for tide, num_passes in own.items():
-            tide.hold_at_most(share_bytes * num_passes)
-        self._beside |= own.keys()
-        return sum(tide.live_bytes for tide in own) - share_bytes * own.total()
-
-    def hold_to(self, share_bytes: int) -> None:
-        """Where a forward pass holds more than its share, since it was longer than planned: spill what is more."""
+        """Bring each open forward pass down to so much, since other plans come for the rest of the step, or since it
+        was longer than planned. Returns how many bytes more they hold all the same."""
         own = Counter(tide for each in self._passes if each.is_open and (tide := each.tide()) is not None)
         for tide, num_passes in own.items():
             if tide.live_bytes > share_bytes * num_passes:
                 tide.hold_at_most(share_bytes * num_passes)
         self._beside |= own.keys()
+        return sum(tide.live_bytes for tide in own) - share_bytes * own.total()
 
     def bytes_beside(self, in_force: Tide) -> int:
         """What open forward passes hold under other plans than that of `in_force`."""
@@ -121,8 +114,6 @@ class OpenPasses:
 
 class _Pass:
     """A forward pass. Alive as long as its graph is, which has hooks that belong to it."""
-
-    __slots__ = ("__weakref__", "is_open", "tide")
 
     def __init__(self, tide: Tide) -> None:
         self.tide = weakref.ref(tide)

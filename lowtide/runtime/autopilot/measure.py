@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,41 +108,59 @@ class StepWatch:
             self._start = self._engine.mark_time()
 
     def follow(self, output: Any, tide: Tide, *, is_compared: bool) -> None:
-        """A planned forward pass under `tide` gave `output`."""
-        self.follow_first(output)
+        """A planned forward pass under `tide` gave `output`: measure until its backward pass is over."""
+        is_first = not self.is_first_told and self._first_marks is None
+        is_timed = is_compared and self._engine.device_type == "cpu"
+        start, started = self._start, list[float]()
+        root = _first_with_graph(loss_or_all(output))
+        loop_is_over = None
         if is_compared:
-            self.follow_peak(output)
-            self.follow_loop(output)
-            if self._engine.device_type == "cpu":
-                self._time_backward(output, tide)
+            self.note_peak()
+            loop_is_over = self.begin_loop(root)
+        if root is None or not (is_first or is_compared):
+            return
+
+        def now() -> float:
+            return time.perf_counter() - tide.stats.stall_seconds
+
+        def begin(gradients: Any) -> None:
+            if loop_is_over is not None:
+                loop_is_over()
+            if is_first:
+                self._warn_of_casts()
+            if is_timed and not started:  # a graph that is retained has other backward passes
+                started.append(now())
+            queue_callback(end)
+
+        def end() -> None:
+            if is_first:
+                self._first_marks = self._first_marks or (start, self._engine.mark_time())
+            if is_compared:
+                self.note_peak()
+            if len(started) == 1:
+                self.backward_seconds.append(now() - started[0])
+                started.append(0.0)
+
+        assert root.grad_fn is not None
+        root.grad_fn.register_prehook(begin)
 
     def note_peak(self) -> None:
         """Look at the allocator's counter."""
         self.peak_bytes = max(self.peak_bytes, self._engine.device_peak_bytes() or 0)
 
-    def follow_peak(self, output: Any) -> None:
-        """A forward pass is over: look now, and at the end of its backward passes."""
-        self.note_peak()
-        root = _first_with_graph(output)
-        if root is not None:
-            _node(root).register_prehook(lambda gradients: queue_callback(self.note_peak))
-
-    def follow_loop(self, output: Any) -> None:
-        """A forward pass is over, and the peak was noted: measure until its backward pass begins."""
+    def begin_loop(self, root: torch.Tensor | None) -> Callable[[], None] | None:
+        """A forward pass has given `root`, and the peak was noted. Returns what measures what the loop took, to be
+        called when the backward pass begins; None where nothing is measured."""
         if self._open_loop is not None:  # two forward passes: not what one step is
             self._open_loop = None
-            return
-        root = _first_with_graph(output)
-        if root is None or root.numel() == 1:
-            return
-        start_bytes = self._engine.device_bytes()
-        if start_bytes is None:
-            return
+            return None
+        if root is None or root.numel() == 1 or (start_bytes := self._engine.device_bytes()) is None:
+            return None
         own = self._open_loop = object()
         gradient_bytes = root.numel() * root.element_size()
         self._engine.reset_device_peak()
 
-        def over(gradients: Any) -> None:
+        def is_over() -> None:
             if self._open_loop is not own:
                 return
             self._open_loop = None
@@ -151,24 +169,7 @@ class StepWatch:
             self.loop_extra_bytes = max(self.loop_extra_bytes, peak_bytes - start_bytes - gradient_bytes)
             self._engine.reset_device_peak()
 
-        _node(root).register_prehook(over)
-
-    def _time_backward(self, output: Any, tide: Tide) -> None:
-        """Put the first backward pass from `output` on record, without what stalls grow by meanwhile."""
-        root = _first_with_graph(loss_or_all(output))
-        if root is None:
-            return
-        started: list[float] = []
-
-        def now() -> float:
-            return time.perf_counter() - tide.stats.stall_seconds
-
-        def begin(gradients: Any) -> None:
-            if not started:  # a graph that is retained has other backward passes
-                started.append(now())
-                queue_callback(lambda: self.backward_seconds.append(now() - started[-1]))
-
-        _node(root).register_prehook(begin)
+        return is_over
 
     # -- what it says ----------------------------------------------------------------------------------------------
 
@@ -198,22 +199,6 @@ class StepWatch:
         return correction
 
     # -- the first step --------------------------------------------------------------------------------------------
-
-    def follow_first(self, output: Any) -> None:
-        """A forward pass is over: where no step was before it, mark the end of its backward pass."""
-        root = _first_with_graph(output)
-        if root is None or self.is_first_told or self._first_marks is not None:
-            return
-        start = self._start
-
-        def over() -> None:
-            self._first_marks = self._first_marks or (start, self._engine.mark_time())
-
-        def begins(gradients: Any) -> None:
-            queue_callback(over)
-            self._warn_of_casts()
-
-        _node(root).register_prehook(begins)
 
     def _warn_of_casts(self) -> None:
         model, self._under_budget = self._under_budget, None
@@ -250,11 +235,6 @@ class StepWatch:
 def _first_with_graph(output: Any) -> torch.Tensor | None:
     leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
     return next((leaf for leaf in leaves if leaf.grad_fn is not None), None)
-
-
-def _node(root: torch.Tensor) -> Any:
-    assert root.grad_fn is not None
-    return root.grad_fn
 
 
 def _off(measured: float, predicted: float) -> str:

@@ -52,7 +52,6 @@ class ModelState:
         self._ignored: set[tuple[int, str]] = set()
         """Settings that decide nothing: whose, and which."""
         self._number_of: dict[tuple, int] = {}
-        self._settings_of: dict[int, list[Any]] = {}
         self._read()
         self._now = self._found()
         self._number = self._note()
@@ -77,18 +76,16 @@ class ModelState:
 
     def leave_out_moved(self) -> None:
         """A forward pass is over: what it has moved of the settings is the model's own business."""
-        settings = self._settings()
-        before = self._now[3]
+        settings, before = self._settings(), self._now[3]
         if settings != before and len(settings) == len(before):
             self._leave_out([i for i, (new, old) in enumerate(zip(settings, before, strict=True)) if new != old])
 
     def ignore(self, one: int, other: int) -> None:
         """Steps in these two states save the same: the numbers in which their settings differ decide nothing."""
-        first, second = self._settings_of.get(one), self._settings_of.get(other)
-        if first is None or second is None or len(first) != len(second):
-            return
-        pairs = enumerate(zip(first, second, strict=True))
-        self._leave_out([i for i, (a, b) in pairs if a != b and type(a) in _NUMBERS and type(b) in _NUMBERS])
+        states = {number: key[3] for key, number in self._number_of.items()}
+        if one in states and other in states:
+            pairs = enumerate(zip(states[one], states[other], strict=True))
+            self._leave_out([i for i, (a, b) in pairs if a != b and type(a) in _NUMBERS and type(b) in _NUMBERS])
 
     # -- how it works ----------------------------------------------------------------------------------------------
 
@@ -101,8 +98,8 @@ class ModelState:
         # FSDP2 puts other tensors in the place of its parameters while it has them gathered.
         self._parameters = [] if fsdp_modules(self._model) else self._own
         self._hooks = [vars(module)[name] for module in modules for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS)]
-        self._owners: list[dict[str, Any]] = []
-        self._names: list[str] = []
+        self._places: tuple[list[dict[str, Any]], list[str]] = ([], [])
+        """Of settings: who has each, and its name."""
         seen: set[int] = set()
         for module in modules:
             if not type(module).__module__.startswith(_WRAPPERS):
@@ -112,47 +109,42 @@ class ModelState:
                 seen.add(id(config))
                 self._add_settings(vars(config), lambda name: True)
         self._number_of.clear()
-        self._settings_of.clear()
 
     def _add_settings(self, owner: dict[str, Any], wants: Callable[[str], bool]) -> None:
         names = [name for name, value in owner.items() if type(value) in _PLAIN and wants(name)]
         names = [name for name in names if (id(owner), name) not in self._ignored]
-        self._owners += [owner] * len(names)
-        self._names += names
+        self._places[0].extend([owner] * len(names))
+        self._places[1].extend(names)
 
     def _found(self) -> tuple[Any, ...]:
         parameters = chain.from_iterable(map(dict.values, self._parameters))
-        trained = [(p.requires_grad, p.dtype) for p in parameters if p is not None]
-        hooks = [(number, *codes) for number, own in enumerate(self._hooks) if own and (codes := _codes(own))]
+        trained = tuple([(p.requires_grad, p.dtype) for p in parameters if p is not None])
+        hooks = tuple([(number, *codes) for number, own in enumerate(self._hooks) if own and (codes := _codes(own))])
         return self.num_structures, trained, hooks, self._settings(), _attention(), self.num_unseen
 
-    def _settings(self) -> list[Any]:
-        return list(map(dict.get, self._owners, self._names))
+    def _settings(self) -> tuple[Any, ...]:
+        return tuple(map(dict.get, *self._places))
 
     def _note(self) -> int:
         """The number of the state that was just read; a new one if it is new."""
-        structures, trained, hooks, settings, *others = self._now
-        key = (structures, tuple(trained), tuple(hooks), tuple(map(_plain, settings)), *others)
+        key = _key(self._now)
         if key not in self._number_of:
             self._num_states += 1
             self._number_of[key] = self._num_states
-            self._settings_of[self._num_states] = settings
         return self._number_of[key]
 
     def _leave_out(self, places: Iterable[int]) -> None:
-        """These settings decide nothing from now on. The state stays the one that it is; older ones are forgotten."""
+        """These settings decide nothing from now on. The state stays the one that it is."""
         left_out = set(places)
         if not left_out:
             return
-        self._ignored |= {(id(self._owners[i]), self._names[i]) for i in left_out}
-        stays = [i for i in range(len(self._names)) if i not in left_out]
-        self._owners, self._names = [self._owners[i] for i in stays], [self._names[i] for i in stays]
-        structures, trained, hooks, settings, *others = self._now
-        self._now = (structures, trained, hooks, [settings[i] for i in stays], *others)
-        self._number_of.clear()
-        self._settings_of = {n: [old[i] for i in stays] for n, old in self._settings_of.items()}
-        key = (structures, tuple(trained), tuple(hooks), tuple(self._now[3]), *others)
-        self._number_of[key] = self._number
+        owners, names = self._places
+        self._ignored |= {(id(owners[i]), names[i]) for i in left_out}
+        stays = [i for i in range(len(names)) if i not in left_out]
+        self._places = [owners[i] for i in stays], [names[i] for i in stays]
+        self._now = _with_settings(self._now, stays)
+        self._number_of = {_with_settings(key, stays): number for key, number in self._number_of.items()}
+        self._number_of[_key(self._now)] = self._number
 
     def _difference(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
         if now[0] != before[0]:
@@ -165,8 +157,18 @@ class ModelState:
             return "another attention backend"
         if now[5] != before[5]:
             return "it saves other tensors than before"
-        pairs = zip(self._names, before[3], now[3], strict=True)
+        pairs = zip(self._places[1], before[3], now[3], strict=True)
         return next(f"{name} is {new}, not {old}" for name, old, new in pairs if old != new)
+
+
+def _key(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What two equal states have in common."""
+    return (*state[:3], tuple(map(_plain, state[3])), *state[4:])
+
+
+def _with_settings(state: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
+    """The same with the settings at these places alone."""
+    return (*state[:3], tuple([state[3][place] for place in places]), *state[4:])
 
 
 def _plain(value: Any) -> Any:

@@ -274,8 +274,9 @@ class Planner:
             floor_bytes=needed_bytes,
         )
 
-    def set_limit(self, tide: Tide, shape: ShapePlan) -> None:
-        """Give `tide` its guard, and how much of what the plan recomputes may stay where recipes do not hold."""
+    def set_limit(self, tide: Tide, shape: ShapePlan, beside_bytes: Callable[[], int]) -> None:
+        """Give `tide` its guard, and how much of what the plan recomputes may stay where recipes do not hold.
+        `beside_bytes`: what forward passes under other plans hold."""
         predicted, budget_bytes = shape.plan.predicted, self.budget_bytes
         assert predicted is not None
         # Where an allocator counts, all bytes count; else only state and activations do, so less is the limit.
@@ -290,6 +291,8 @@ class Planner:
         num_calls = Counter(call.name for call in shape.profile.calls)
         longer -= longer // _GUARD_HEADROOM
         tide.set_limit(limit, slack_bytes=slack, longer_bytes=longer, num_calls=num_calls)
+        assert tide._context.guard is not None
+        tide._context.guard.beside_bytes = beside_bytes
 
     def close(self) -> None:
         """The model's own loss again."""

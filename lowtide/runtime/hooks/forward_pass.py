@@ -361,7 +361,7 @@ class ForwardPass:
     def _encode(self, saved: Saved, node: Node) -> RecomputedSource | None:
         """The source of a tensor that is to be stored smaller: when the next operator saves something."""
         assert self.recipe_graph is not None
-        source = self.recipe_graph.encode(node, saved.tensor)
+        source = self.recipe_graph.make(node, saved.tensor)
         if source is not None and not node.has_failed:
             self.departures.add_later(functools.partial(self._encode_now, node, source), next_sequence_number())
         return source

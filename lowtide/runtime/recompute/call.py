@@ -23,9 +23,9 @@ from torch import nn
 
 from lowtide.runtime.recompute.collectives import Collectives
 from lowtide.tensors.compiled import without_wrappers
+from lowtide.tensors.kinds import CACHE_NAMES, num_cached
 from lowtide.tensors.private import is_compiled_function, original_of_compiled, tree_flatten, tree_unflatten, version_of
 from lowtide.tensors.remembered import PLAIN
-from lowtide.tensors.second_run import CACHE_NAMES, num_cached
 
 _LEAVES = PLAIN | {torch.Tensor, nn.Parameter}
 
@@ -37,19 +37,6 @@ class Call:
     them. Later runs get new containers, filled as the caller's were before the first run. A tensor that was passed
     twice is one tensor in every run.
     """
-
-    __slots__ = (
-        "_constants",
-        "_names",
-        "_places",
-        "_specs",
-        "_written",
-        "flags",
-        "forward",
-        "module",
-        "objects",
-        "tensors",
-    )
 
     def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> None:
         self.module = module
@@ -153,8 +140,6 @@ _RUN: ContextVar[tuple[KeptResults, bool] | None] = ContextVar("lowtide_recomput
 class KeptResults:
     """What one region got in its first run, in order. `keep` is told of each; `refusal_of` makes an error that names
     the region."""
-
-    __slots__ = ("_keep", "_kept", "_position", "_refusal_of", "collectives")
 
     def __init__(self, keep: Callable[[torch.Tensor], None], refusal_of: Callable[[str], RuntimeError]) -> None:
         self._keep = keep

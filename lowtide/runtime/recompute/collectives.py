@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
-from lowtide.tensors.private import TorchDispatchMode, finished_work, functional_collectives, storage_key, version_of
+from lowtide.tensors.compiled import CompiledMode
+from lowtide.tensors.private import finished_work, functional_collectives, storage_key, version_of
 from lowtide.tensors.wrappers import is_desugared
 
 _FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
@@ -55,8 +56,6 @@ class _Result:
 
 class Collectives:
     """What one run of a layer got from the other ranks, in order."""
-
-    __slots__ = ("_check", "_fingerprints", "_keep", "_operators", "_refusal_of", "results")
 
     def __init__(
         self,
@@ -138,12 +137,8 @@ def _filled(name: str, args: tuple, given: Any) -> torch.Tensor:
     return args[0][0] if isinstance(args[0], list | tuple) else args[0]
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(CompiledMode):
     """Has collectives go through a function, which gets their name, the operator and its arguments."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self, operators: dict[int, str], through: Callable[..., Any]) -> None:
         super().__init__()

@@ -289,8 +289,6 @@ class _Flags:
     """On an accelerator: for each of some fingerprints, whether it differs. In one tensor, because each tensor takes a
     block of the allocator's, and because the host reads it once."""
 
-    __slots__ = ("_differ", "_refusals")
-
     def __init__(self, device: torch.device) -> None:
         self._refusals: list[tuple[int, Callable[[int], NoReturn]]] = []
         with AutoDispatchBelowAutograd(), DisableTorchDispatch():

@@ -16,22 +16,21 @@ one and saved one by one are taken for one another from the second write on.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.tensors.kinds import is_plain, written_arguments
+from lowtide.tensors.compiled import CompiledMode
+from lowtide.tensors.kinds import is_plain, plain_inside, storage_key_set, written_arguments
 from lowtide.tensors.private import (
     OpOverload,
-    TorchDispatchMode,
     base_of,
     disable_current_modes,
     schema_of,
     storage_key,
-    tree_leaves,
 )
 from lowtide.tensors.view import Shape, byte_view, may_overlap
 from lowtide.tensors.wrappers import inside
@@ -40,20 +39,15 @@ _BLIND = frozenset({"zero_", "fill_", "uniform_", "normal_", "random_", "exponen
 """Operators that read no value of what they write to; beside those named `..._like` and `new_...`."""
 
 
-class Written:
+class Written(NamedTuple):
     """A storage from outside of the region that its run wrote to, and what was in it before."""
 
-    __slots__ = ("before", "tensor", "weak")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.tensor = ref(tensor)
-        self.weak = StorageWeakRef(storage)
-        with disable_current_modes():
-            self.before = byte_view(storage).clone()
+    tensor: ref[torch.Tensor]
+    weak: StorageWeakRef
+    before: torch.Tensor
 
 
-class Flow(TorchDispatchMode):
+class Flow(CompiledMode):
     """Sees the operators of one run of a region."""
 
     supports_higher_order_operators = True
@@ -61,7 +55,7 @@ class Flow(TorchDispatchMode):
     def __init__(self, inputs: Iterable[torch.Tensor], *, is_sharded: bool) -> None:
         """`inputs`: of the region. `is_sharded`: sharding exchanges what is outside, so that nothing of it is noted."""
         super().__init__()
-        self._inputs = {storage_key(t.untyped_storage()) for t in map(inside, inputs) if is_plain(t)}
+        self._inputs = storage_key_set(plain_inside([*inputs]))
         self._is_sharded = is_sharded
         self._sources: dict[int, tuple[StorageWeakRef, int]] = {}
         """By storage made in the region: a bit for each saved tensor from which it was computed."""
@@ -76,10 +70,6 @@ class Flow(TorchDispatchMode):
         self.read: dict[int, ref[torch.Tensor]] = {}
         """Tensors from outside that operators read, by storage."""
         self.written: dict[int, Written] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def save(self, tensor: torch.Tensor) -> None:
         """The region saves its next tensor."""
@@ -129,8 +119,8 @@ class Flow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = kwargs or {}
-        tensors = _plain((args, given))
-        written = {storage_key(tensor.untyped_storage()) for tensor in _plain(written_arguments(func, args, given))}
+        tensors = plain_inside((args, given))
+        written = storage_key_set(plain_inside(written_arguments(func, args, given)))
         name = _name(func)
         is_blind = name in _BLIND or name.endswith("_like") or name.startswith("new_")
         bits, is_floating, keys = 0, False, set()
@@ -145,7 +135,7 @@ class Flow(TorchDispatchMode):
                     bits |= self._bits(tensor, key)
             is_floating = is_floating or tensor.is_floating_point() or tensor.is_complex()
         output = func(*args, **given)
-        for tensor in (*_plain(output), *(tensor for tensor in tensors if written)):
+        for tensor in (*plain_inside(output), *(tensor for tensor in tensors if written)):
             storage = tensor.untyped_storage()
             key = storage_key(storage)
             is_lossy = is_floating and not (tensor.is_floating_point() or tensor.is_complex())
@@ -168,12 +158,9 @@ class Flow(TorchDispatchMode):
             if not is_parameter:
                 self._sources[key] = (StorageWeakRef(tensor.untyped_storage()), 0)
         if is_written and key not in self.written and not (is_parameter or self._is_sharded):
-            self.written[key] = Written(tensor)
-
-
-def _plain(tree: Any) -> list[torch.Tensor]:
-    leaves = (inside(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-    return [leaf for leaf in leaves if is_plain(leaf)]
+            storage = tensor.untyped_storage()
+            with disable_current_modes():
+                self.written[key] = Written(ref(tensor), StorageWeakRef(storage), byte_view(storage).clone())
 
 
 def _name(func: Any) -> str:

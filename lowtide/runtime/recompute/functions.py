@@ -39,7 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError
 
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
-from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.kinds import is_plain, nodes_between, plain_inside, storage_key_set
 from lowtide.tensors.private import base_of, is_view, sequence_number, storage_key, version_of
 from lowtide.tensors.view import version_alias
 from lowtide.tensors.wrappers import inside
@@ -67,18 +67,12 @@ class FunctionRow:
 def functions_of(outputs: Iterable[torch.Tensor], start: int, stops: Collection[Any]) -> dict[tuple[int, str], Any]:
     """The `ctx` of each Function that gave `outputs`, by its place in the run and its class; the run's first node had
     the number `start`, and no walk goes past the nodes `stops`."""
-    seen = {id(stop): stop for stop in stops}
-    pending: list[Any] = [tensor.grad_fn for tensor in outputs]
-    found: dict[tuple[int, str], Any] = {}
-    while pending:
-        node = pending.pop()
-        if node is None or id(node) in seen or sequence_number(node) < start:
-            continue
-        seen[id(node)] = node  # an object made for this walk alone would give its identity to the next one
-        if isinstance(node, BackwardCFunction):
-            found[sequence_number(node) - start, type(node).__name__] = node
-        pending += [each for each, _ in node.next_functions]
-    return found
+    nodes = nodes_between(outputs, stops, since=start)
+    return {
+        (sequence_number(node) - start, type(node).__name__): node
+        for node in nodes
+        if isinstance(node, BackwardCFunction)
+    }
 
 
 # -- tensors in attributes ---------------------------------------------------------------------------------------------
@@ -94,8 +88,6 @@ _ALONE = _num_holders([[]])[0]
 
 class _Contents:
     """The tensors in one attribute, and in the lists, dictionaries, tuples and simple objects there."""
-
-    __slots__ = ("_entered", "is_shared", "tensors", "value")
 
     def __init__(self, value: Any, num_holders: int) -> None:
         self.value = value
@@ -175,7 +167,7 @@ class TakenOff:
         """Storages that the Functions let go of, by key."""
         self.left: dict[int, torch.UntypedStorage] = {}
         """Those of attributes that cannot be taken off."""
-        self._around = {storage_key(local.untyped_storage()) for local in _plain([*outputs, *inputs])}
+        self._around = storage_key_set(plain_inside([*outputs, *inputs]))
         self._inputs = {id(tensor) for tensor in inputs if not isinstance(tensor, nn.Parameter)}
         self._fingerprints = fingerprints
 
@@ -203,7 +195,7 @@ class TakenOff:
         ctx.register_hook(back.take_off)
 
     def _note(self, where: dict[int, torch.UntypedStorage], tensors: list[torch.Tensor]) -> None:
-        for local in _plain(tensors):
+        for local in plain_inside(tensors):
             storage = local.untyped_storage()
             if storage_key(storage) not in self._around and not _is_weight(local):
                 where[storage_key(storage)] = storage
@@ -213,17 +205,11 @@ class TakenOff:
         inside of the Function."""
         if tensor.grad_fn is None or tensor.grad_fn is ctx or _is_given(tensor, ctx):
             return True
-        start, seen = sequence_number(ctx), {}
-        pending: list[Any] = [tensor.grad_fn]
-        while pending:
-            node = pending.pop()
-            if node is None or id(node) in seen:
-                continue
-            seen[id(node)] = node
+        start = sequence_number(ctx)
+        for node in nodes_between([tensor], ()):
             leaf = getattr(node, "variable", None)
             if (sequence_number(node) <= start) if leaf is None else (id(leaf) in self._inputs):
                 return False
-            pending += [each for each, _ in node.next_functions]
         return True
 
 
@@ -234,10 +220,6 @@ def _is_given(tensor: torch.Tensor, ctx: Any) -> bool:
         for node, number in ctx.next_functions
         if node is not None
     )
-
-
-def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [local for local in map(inside, tensors) if is_plain(local)]
 
 
 # -- in backward -------------------------------------------------------------------------------------------------------
@@ -255,7 +237,7 @@ def taken_from(outputs: list[torch.Tensor], start: int, rows: list[FunctionRow])
         if missing:
             raise CheckpointError(f"a {row.kind} that kept '{missing[0]}' on ctx has not run, or does not keep it")
         values.append({name: attributes.pop(name) for name in row.names})
-        shapes = tuple(tensor.shape for tensor in tensors_in(values[-1]))
+        shapes = tuple(tensor.shape for tensor in tensors_on(values[-1]))
         if shapes != row.shapes:
             raise CheckpointError(
                 f"the tensors that a {row.kind} keeps on ctx had shapes {[*map(list, row.shapes)]}, and have "
@@ -264,7 +246,7 @@ def taken_from(outputs: list[torch.Tensor], start: int, rows: list[FunctionRow])
     return values
 
 
-def tensors_in(attributes: dict[str, Any]) -> list[torch.Tensor]:
+def tensors_on(attributes: dict[str, Any]) -> list[torch.Tensor]:
     """Those of all attributes, in order."""
     return [tensor for contents in _Contents.of(attributes).values() for tensor in contents.tensors]
 
@@ -284,8 +266,6 @@ class _Carrier(torch.autograd.Function):
 
 class _Slot:
     """One tensor that was taken off: its version, and its place in the graph."""
-
-    __slots__ = ("_alias", "_box", "_is_output", "_place", "_storage", "_version")
 
     def __init__(self, tensor: torch.Tensor, ctx: Any) -> None:
         self._alias = version_alias(tensor)
@@ -324,8 +304,6 @@ class _Slot:
 
 class PutBack:
     """The hooks around the backward of one Function. They belong to its `ctx`, and so refer to it weakly."""
-
-    __slots__ = ("_ctx", "_names", "_refuse", "_slots", "_take", "_values")
 
     def __init__(
         self,
@@ -380,4 +358,4 @@ class PutBack:
 
 
 def _versions(value: Any) -> list[int]:
-    return [version_of(tensor) for tensor in tensors_in({"": value})]
+    return [version_of(tensor) for tensor in tensors_on({"": value})]

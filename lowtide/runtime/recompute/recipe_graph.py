@@ -49,7 +49,7 @@ from lowtide.recipes.execute import compile_recipe
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import Input, Node, Source, SourceLink, StateLink
+from lowtide.runtime.recompute.recipe_nodes import Input, Node, Source, SourceLink, StateSource
 from lowtide.runtime.recompute.recipe_sources import RecomputedSource
 from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.kinds import is_plain
@@ -90,33 +90,20 @@ class RecipeGraph:
         return source if isinstance(source, RecomputedSource) and source.is_of(tensor) else None
 
     def make(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
-        """The source of a node that is to be dropped and recomputed; None where the node has a source already."""
+        """The source of a node that is to be dropped and recomputed, or to be stored smaller: then it holds its tensor
+        until `encode_now`. None where the node has a source already."""
         if node.name in self._sources:
             return None
-        source = RecomputedSource(
-            node.name, node.program, tensor, self.scheduler, fingerprints=self.fingerprints, modes=self.modes
-        )
+        how: Any = {"fingerprints": self.fingerprints, "modes": self.modes}
+        program = None if node.is_encoded else node.program
+        source = RecomputedSource(node.name, program, tensor, self.scheduler, **how)
         # It must not leave the device before the operator that saves it has been launched.
         source.last_use = next_sequence_number()
         if node.has_failed:
             self._stay(source)
         self.add(node, source)
-        if not node.has_failed:
+        if not (node.has_failed or node.is_encoded):
             self._link(node, source)
-        return source
-
-    def encode(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
-        """The source of a node that is to be stored smaller; None where the node has a source already. It holds its
-        tensor until `encode_now`."""
-        if node.name in self._sources:
-            return None
-        source = RecomputedSource(
-            node.name, None, tensor, self.scheduler, fingerprints=self.fingerprints, modes=self.modes
-        )
-        source.last_use = next_sequence_number()
-        if node.has_failed:
-            self._stay(source)
-        self.add(node, source)
         return source
 
     def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], Source]) -> None:
@@ -156,7 +143,7 @@ class RecipeGraph:
         source.drop(links)
         self.scheduler.counters.recomputed_bytes += source.nbytes
 
-    def _links(self, node: Node, source: RecomputedSource) -> tuple[SourceLink | StateLink, ...] | None:
+    def _links(self, node: Node, source: RecomputedSource) -> tuple[SourceLink, ...] | None:
         """What the source is recomputed from, as this forward pass has shown it; None where it must stay."""
         recipe = node.decision.recipe
         assert recipe is not None
@@ -179,8 +166,8 @@ class RecipeGraph:
         return tuple(links) if self._holds(node, source, tuple(links)) else None
 
     def _links_in_these_sizes(
-        self, node: Node, source: RecomputedSource, recipe: Recipe, given: list[SourceLink | StateLink]
-    ) -> tuple[SourceLink | StateLink, ...] | None:
+        self, node: Node, source: RecomputedSource, recipe: Recipe, given: list[SourceLink]
+    ) -> tuple[SourceLink, ...] | None:
         """For other shapes than the recipe's: the links of the recipe as this very forward pass did it, which the
         source then runs. None where the pass did something else."""
         assert self.log is not None and node.proof is not None
@@ -194,9 +181,9 @@ class RecipeGraph:
         source.program = known[1]
         by_name = {(entry.kind, entry.name): link for entry, link in zip(recipe.inputs, given, strict=True)}
         shapes = [(by_name[entry.kind, entry.name], Shape.from_geometry(entry.geometry)) for entry in found.inputs]
-        return tuple(link.seen_as(shape) for link, shape in shapes)
+        return tuple(link._replace(shape=shape) for link, shape in shapes)
 
-    def _link_to(self, entry: Input, is_literal: bool) -> SourceLink | StateLink | None:
+    def _link_to(self, entry: Input, is_literal: bool) -> SourceLink | None:
         if entry.node is None:
             assert entry.find_state is not None
             tensor = entry.find_state()
@@ -204,9 +191,10 @@ class RecipeGraph:
                 return None
             local = inside(tensor)
             if self.weights is not None and self.weights.moves(tensor):
-                return StateLink(entry.name, tensor, entry.shape, tensor, self.weights)
+                return SourceLink(entry.name, StateSource(tensor, entry.shape, tensor, self.weights), entry.shape)
             fits = is_plain(local) and entry.shape.end_bytes() <= local.untyped_storage().nbytes()
-            return StateLink(entry.name, local.detach(), entry.shape, tensor.detach()) if fits else None
+            own = StateSource(local.detach(), entry.shape, tensor.detach()) if fits else None
+            return None if own is None else SourceLink(entry.name, own, entry.shape)
         source = self._sources[entry.name]
         shape = entry.shape if is_literal else source.shape
         fits = source.is_intact() and shape.end_bytes() <= source.nbytes
@@ -216,7 +204,7 @@ class RecipeGraph:
         self.scheduler.counters.kept_bytes += source.nbytes
         self.stays(source)
 
-    def _holds(self, node: Node, source: RecomputedSource, links: tuple[SourceLink | StateLink, ...]) -> bool:
+    def _holds(self, node: Node, source: RecomputedSource, links: tuple[SourceLink, ...]) -> bool:
         """Whether the recipe repeats what this forward pass did; on all ranks, if it has collectives."""
         assert self.log is not None and node.proof is not None
         why = node.proof.mismatch(self.log, source.start(), [link.start() for link in links])
@@ -257,7 +245,7 @@ class RecipeGraph:
             has_changed = False
             for source in reversed(made):
                 for link in source.links:
-                    if isinstance(link, SourceLink) and link.source.last_use < source.last_use:
+                    if link.source.last_use < source.last_use:
                         link.source.last_use = source.last_use
                         has_changed = True
         self._sources.clear()

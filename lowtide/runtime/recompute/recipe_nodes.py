@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -153,54 +153,15 @@ class Source(Protocol):
         """Its identity, for the proof that a recipe starts from it, seen as `shape`."""
 
 
-class SourceLink:
+class SourceLink(NamedTuple):
     """One input of a recipe: a source, and the shape in which the recipe reads it."""
 
-    __slots__ = ("name", "shape", "source")
-
-    def __init__(self, name: str, source: Source, shape: Shape) -> None:
-        self.name = name
-        self.source = source
-        self.shape = shape
+    name: str
+    source: Source
+    shape: Shape
 
     def open(self) -> torch.Tensor:
-        return self.shape.over(self.source.read())
-
-    def start(self) -> Start:
-        return self.source.start(self.name, self.shape)
-
-    def seen_as(self, shape: Shape) -> SourceLink:
-        """The same source in another shape."""
-        return SourceLink(self.name, self.source, shape)
-
-    def is_intact(self) -> bool:
-        return self.source.is_intact()
-
-
-class StateLink:
-    """One input of a recipe: a parameter or a buffer, as it was in the forward.
-
-    `counter` is the tensor that has the version: the tensor itself, or the distributed one around it. `weights`: the
-    handle that has `tensor` come and go, which is a parameter then, and is where it was in the forward now.
-    """
-
-    __slots__ = ("_key", "counter", "name", "shape", "tensor", "version", "weights")
-
-    def __init__(
-        self, name: str, tensor: torch.Tensor, shape: Shape, counter: torch.Tensor, weights: Any = None
-    ) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.counter = counter
-        self.version = version_of(counter)
-        self.shape = shape
-        self.weights = weights
-        self._key = storage_key(tensor.untyped_storage())
-
-    def open(self) -> torch.Tensor:
-        if self.weights is not None:
-            self.weights.bring(self.tensor)
-        storage = self.tensor.untyped_storage()
+        storage = self.source.read()
         if self.shape.end_bytes() > storage.nbytes():
             raise RuntimeError(
                 f"lowtide: parameter '{self.name}' is sharded at this moment of the backward pass, but something that "
@@ -210,13 +171,36 @@ class StateLink:
         return self.shape.over(storage)
 
     def start(self) -> Start:
-        return Start(self.name, self._key, version_of(self.tensor), self.shape)
+        return self.source.start(self.name, self.shape)
 
-    def seen_as(self, shape: Shape) -> StateLink:
-        """The same tensor in another shape."""
-        other = StateLink(self.name, self.tensor, shape, self.counter, self.weights)
-        other._key = self._key
-        return other
+
+class StateSource:
+    """A parameter or a buffer, as it was in the forward.
+
+    `counter` is the tensor that has the version: the tensor itself, or the distributed one around it. `weights`: the
+    handle that has `tensor` come and go, which is a parameter then, and is where it was in the forward now.
+    """
+
+    def __init__(self, tensor: torch.Tensor, shape: Shape, counter: torch.Tensor, weights: Any = None) -> None:
+        self._tensor = tensor
+        self._counter = counter
+        self._version = version_of(counter)
+        self._weights = weights
+        self._key = storage_key(tensor.untyped_storage())
+        self.shape = shape
+        self.last_use = self.num_readers = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.untyped_storage().nbytes()
 
     def is_intact(self) -> bool:
-        return version_of(self.counter) == self.version
+        return version_of(self._counter) == self._version
+
+    def read(self) -> torch.UntypedStorage:
+        if self._weights is not None:
+            self._weights.bring(self._tensor)
+        return self._tensor.untyped_storage()
+
+    def start(self, name: str, shape: Shape) -> Start:
+        return Start(name, self._key, version_of(self._tensor), shape)

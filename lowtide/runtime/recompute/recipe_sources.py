@@ -40,7 +40,7 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.offload.spill import Spillable
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import SourceLink, StateLink
+from lowtide.runtime.recompute.recipe_nodes import SourceLink
 from lowtide.runtime.saved.handle import Kept
 from lowtide.tensors.codecs import Decoder
 from lowtide.tensors.modes import Modes
@@ -51,8 +51,6 @@ from lowtide.tensors.view import Shape, View, version_alias
 class ResidentSource:
     """The source of a node that stays on the device, under a limit until the guard needs the room. Its handle has the
     bytes in the ledger."""
-
-    __slots__ = ("_handle", "_key", "_num_readers", "last_use", "nbytes", "shape")
 
     def __init__(self, handle: Kept, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -87,8 +85,6 @@ class ResidentSource:
 
 class OffloadedSource:
     """The source of a node that is swapped. The scheduler counts its readers."""
-
-    __slots__ = ("shape", "site", "view")
 
     def __init__(self, site: OffloadedStorage, view: View) -> None:
         self.site = site
@@ -128,32 +124,6 @@ class OffloadedSource:
 class RecomputedSource:
     """The source of a node that is dropped and recomputed. Until `drop` it holds its tensor's storage."""
 
-    __slots__ = (
-        "__weakref__",
-        "_num_readers",
-        "alias",
-        "device",
-        "fingerprint",
-        "fingerprints",
-        "held",
-        "last_use",
-        "links",
-        "modes",
-        "name",
-        "nbytes",
-        "num_reads",
-        "program",
-        "result",
-        "scheduler",
-        "shape",
-        "share",
-        "site",
-        "spill_queue",
-        "task",
-        "version",
-        "weak",
-    )
-
     def __init__(
         self,
         name: str,
@@ -178,7 +148,7 @@ class RecomputedSource:
         self.weak = StorageWeakRef(storage)
         self.alias: torch.Tensor | None = tensor.detach()
         """An alias that shows the tensor's version, as long as the tensor stays."""
-        self.links: tuple[SourceLink | StateLink, ...] = ()
+        self.links: tuple[SourceLink, ...] = ()
         self.last_use = 0
         self._num_readers = 0
         self.num_reads = 0
@@ -232,7 +202,7 @@ class RecomputedSource:
         self.scheduler.start_offload(site, None)
         return self.nbytes if site.copy.slot is not None else 0
 
-    def drop(self, links: tuple[SourceLink | StateLink, ...]) -> None:
+    def drop(self, links: tuple[SourceLink, ...]) -> None:
         """Drop the storage. From now on it is recomputed when it is read."""
         assert self.held is not None
         self.fingerprint = self.fingerprints.take(self.held)
@@ -240,8 +210,7 @@ class RecomputedSource:
         self.held = self.alias = None
         self.scheduler.ledger.change(self.share, 0)
         for link in links:
-            if isinstance(link, SourceLink):
-                link.source.num_readers += 1
+            link.source.num_readers += 1
 
     def read(self) -> torch.UntypedStorage:
         """The storage, bit for bit what the forward produced."""
@@ -270,7 +239,7 @@ class RecomputedSource:
             if not source.is_missing(task):
                 stack.pop()
                 continue
-            below = [link.source for link in source.links if isinstance(link, SourceLink)]
+            below = [link.source for link in source.links]
             missing = [other for other in below if isinstance(other, RecomputedSource) and other.is_missing(task)]
             if missing:
                 stack.extend(missing)
@@ -309,7 +278,7 @@ class RecomputedSource:
     def run(self) -> torch.UntypedStorage:
         """Run the recipe. Raises RuntimeError if anything that it starts from was modified."""
         for link in self.links:
-            if not link.is_intact():
+            if not link.source.is_intact():
                 raise self._modified_error(link)
         output = self.program.run([link.open() for link in self.links], self.device)
         storage = output.untyped_storage()
@@ -343,7 +312,7 @@ class RecomputedSource:
             self.result = None
             self.scheduler.ledger.change(self.share, 0)
 
-    def _modified_error(self, link: SourceLink | StateLink) -> RuntimeError:
+    def _modified_error(self, link: SourceLink) -> RuntimeError:
         return RuntimeError(
             f"lowtide: '{link.name}' was modified in place after the forward had used it, so '{self.name}' cannot be "
             "recomputed from it. Plain autograd may not need it; give this site the fate keep or swap, or do not write "

@@ -40,6 +40,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -50,11 +51,12 @@ from lowtide.runtime.offload.site import OffloadedStorage
 from lowtide.runtime.recompute.call import Call, KeptResults
 from lowtide.runtime.recompute.collectives import Collectives
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
-from lowtide.runtime.recompute.functions import FunctionRow, TakenOff, functions_of, taken_from, tensors_in
+from lowtide.runtime.recompute.functions import FunctionRow, TakenOff, functions_of, taken_from, tensors_on
 from lowtide.runtime.recompute.saves import Dropped, DroppedTensor, FirstSaves, SecondSaves
 from lowtide.runtime.recompute.watch import Before, Watch
 from lowtide.runtime.saved.handle import Kept, Shared, Wrapped, is_checkpoint_hook
 from lowtide.tensors.compiled import graphs_between
+from lowtide.tensors.kinds import tensors_in
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import (
     current_graph_group,
@@ -64,7 +66,6 @@ from lowtide.tensors.private import (
     next_sequence_number,
     num_compiled_graphs,
     top_saved_tensors_hooks,
-    tree_leaves,
     version_of,
 )
 from lowtide.tensors.view import without_bytes
@@ -84,18 +85,6 @@ def _other_exchange(watch: Watch, why: str) -> RuntimeError:
     return watch.refusal_of(f"lowtide: the recomputed {watch} cannot be run again: {why}. {_WAY_OUT}")
 
 
-class _Constant:
-    """A handle on a tensor that cannot be modified."""
-
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def open(self) -> torch.Tensor:
-        return self._tensor
-
-
 class _Made(NamedTuple):
     """What a second run has made for one backward pass."""
 
@@ -110,22 +99,6 @@ def _version(tensor: torch.Tensor) -> int:
 
 class RegionRun:
     """One run of a region: first from the real inputs, later, in backward, from handles on them."""
-
-    __slots__ = (
-        "_functions",
-        "_graphs",
-        "_has_run",
-        "_made",
-        "_output",
-        "call",
-        "dropped",
-        "fingerprints",
-        "has_changed_inputs",
-        "inputs",
-        "once",
-        "state",
-        "watch",
-    )
 
     def __init__(
         self, call: Call, dropped: Dropped, watch: Watch, fingerprints: Fingerprints, *, is_first: bool
@@ -171,7 +144,10 @@ class RegionRun:
         markers = [without_bytes(torch.float32, device) for device in devices]
         versions = [_version(tensor) for tensor in tensors]
         # A tensor of inference mode can be neither saved nor written to: it stays as it is.
-        self.inputs = [_Constant(tensor) if tensor.is_inference() else pack(tensor) for tensor in tensors]
+        self.inputs = [
+            SimpleNamespace(open=lambda tensor=tensor: tensor) if tensor.is_inference() else pack(tensor)
+            for tensor in tensors
+        ]
         try:
             # `SecondSaves` does what early stop and the look at shapes do, whatever the caller has set.
             output = checkpoint(self._body, *markers, use_reentrant=False, determinism_check="none")
@@ -218,10 +194,10 @@ class RegionRun:
         self.dropped.prints = self.fingerprints.together(self.dropped.prints)
         if state.looks_at_functions:
             with disable_current_modes():
-                self._look_at_functions(_tensors_of(output), start, run_again)
+                self._look_at_functions(tensors_in(output), start, run_again)
         self.dropped.forward_done()
         if state.has_compiled:
-            self._graphs = graphs_between(_tensors_of(output), stops)
+            self._graphs = [*map(type, graphs_between(tensors_in(output), stops))]
         return output
 
     def _look_at_functions(self, outputs: list[torch.Tensor], start: int, run_again: Callable[[], Any]) -> None:
@@ -292,8 +268,8 @@ class RegionRun:
             with saves.hooked():
                 output = self._make_once(tensors)
             # Before buffers are as they were.
-            on_functions = taken_from(_tensors_of(output), start, self._functions) if self._functions else []
-            prints = [self.fingerprints.of(tensor) for each in on_functions for tensor in tensors_in(each)]
+            on_functions = taken_from(tensors_in(output), start, self._functions) if self._functions else []
+            prints = [self.fingerprints.of(tensor) for each in on_functions for tensor in tensors_on(each)]
         saves.compare_kinds()
         self._compare(list(dropped.prints.values()), saves.prints, self._refuse_saved)
         if self._output is not None:
@@ -323,7 +299,7 @@ class RegionRun:
         self._compare([then], [now], refuse)
 
     def _prints_of(self, output: Any) -> list[Print]:
-        return [self.fingerprints.of(tensor) for tensor in _tensors_of(output)]
+        return [self.fingerprints.of(tensor) for tensor in tensors_in(output)]
 
     def _refuse_saved(self, index: int) -> NoReturn:
         """Of the fingerprints of what the region saves, that with this number differs first."""
@@ -357,8 +333,8 @@ class RegionRun:
         """The second run of a module with compiled parts: to its end, because a compiled graph saves at its end."""
         before = num_compiled_graphs()
         output = self.call.make(tensors)
-        found = graphs_between(_tensors_of(output), [tensor.grad_fn for tensor in tensors])
-        if num_compiled_graphs() != before or found != graphs:
+        found = graphs_between(tensors_in(output), [tensor.grad_fn for tensor in tensors])
+        if num_compiled_graphs() != before or [*map(type, found)] != graphs:
             raise self.watch.refusal_of(
                 f"lowtide: the recomputed {self.watch} ran through other compiled code when it was run again for its "
                 "backward pass: it was compiled anew since its forward, for other shapes, say, and other code may give "
@@ -442,10 +418,6 @@ def _current_backward() -> Any:
         return group
     task = current_graph_task_id()
     return task if task != -1 else f"outside, thread {threading.get_ident()}"
-
-
-def _tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def own_hooks() -> saved_tensors_hooks:

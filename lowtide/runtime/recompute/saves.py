@@ -64,24 +64,6 @@ class Path:
 class Dropped:
     """What one run of a region dropped: how many bytes, their fingerprints, and whether they have been recomputed."""
 
-    __slots__ = (
-        "__weakref__",
-        "_inputs",
-        "_kept_bytes",
-        "_results",
-        "_seen",
-        "_share",
-        "counters",
-        "has_results",
-        "is_back",
-        "ledger",
-        "nbytes",
-        "note",
-        "path",
-        "prints",
-        "saved",
-    )
-
     def __init__(self, counters: Counters, ledger: Ledger, note: Callable[[torch.Tensor], bool]) -> None:
         self.counters = counters
         self.ledger = ledger
@@ -210,8 +192,6 @@ class DroppedTensor:
 class _Prints:
     """Fingerprints of what a run saves. What its operator may yet fill is looked at when that one is over."""
 
-    __slots__ = ("_fingerprints", "_late", "_place", "found")
-
     def __init__(self, fingerprints: Fingerprints) -> None:
         self._fingerprints = fingerprints
         self._late: list[tuple[int, torch.Tensor]] = []
@@ -236,20 +216,6 @@ class _Prints:
 
 class FirstSaves:
     """The saved-tensor hooks of a first run."""
-
-    __slots__ = (
-        "_dropped",
-        "_flow",
-        "_follows",
-        "_inputs",
-        "_is_deep",
-        "_lets_weights_go",
-        "_path",
-        "_prints",
-        "_roles",
-        "_rows",
-        "_start",
-    )
 
     def __init__(
         self,
@@ -373,8 +339,6 @@ class EnoughError(BaseException):
 
 class SecondSaves:
     """The saved-tensor hooks of a second run."""
-
-    __slots__ = ("_dropped", "_left", "_prints", "made")
 
     def __init__(self, dropped: Dropped, fingerprints: Fingerprints, *, to_the_end: bool) -> None:
         self._dropped = dropped

@@ -23,7 +23,7 @@ what else has no state to read (an iterator is refused); objects of more than on
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
@@ -54,9 +54,8 @@ from lowtide.tensors.private import (
     storage_at,
     version_of,
 )
-from lowtide.tensors.remembered import WRAPPED, Attributes, State
-from lowtide.tensors.second_run import is_iterator, reached_iterator
-from lowtide.tensors.snapshot import host_generators, take
+from lowtide.tensors.remembered import Attributes, Record, State, fill, without_wrappers_of
+from lowtide.tensors.snapshot import Snapshot, host_generators, is_iterator, take
 from lowtide.tensors.view import byte_view, same_bytes
 from lowtide.tensors.wrappers import inside
 
@@ -74,8 +73,6 @@ class Draws:
     """Whether any forward pass has drawn from Python's or numpy's generator: then no second run may leave them moved,
     whether its module was seen to draw or not."""
 
-    __slots__ = ("has_drawn",)
-
     def __init__(self) -> None:
         self.has_drawn = False
 
@@ -85,28 +82,11 @@ class Draws:
 
     def end(self, before: list[State]) -> None:
         """The forward pass is over."""
-        self.has_drawn |= any(next(each.changed(), None) is not None for each in before)
+        self.has_drawn |= not all(each.is_same() for each in before)
 
 
 class Watch:
     """One recomputed module, from run to run."""
-
-    __slots__ = (
-        "_known",
-        "_tree",
-        "differs",
-        "draws",
-        "has_shards",
-        "is_planned",
-        "keeps_collectives",
-        "marks",
-        "model",
-        "module",
-        "num_runs",
-        "refusal",
-        "weights",
-        "writes_inputs",
-    )
 
     def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
         """`is_planned`: a solved plan runs it again, not a rule."""
@@ -129,7 +109,8 @@ class Watch:
         self.marks: dict[int, tuple[int, int]] = {}
         """Of tensors that are no parameters, by identity, at the end of the last run."""
         self._tree: Tree | None = None
-        self._known: dict[tuple, Known] = {}
+        self.known: defaultdict[tuple, Known] = defaultdict(Known)
+        """By the `training` flags of the module and those inside of it."""
 
     def tree(self) -> Tree:
         """The modules and what they hold now; the same object as last time while nothing has moved."""
@@ -145,13 +126,6 @@ class Watch:
         """Those that have an address, and keep it while nobody exchanges their data."""
         found = [tensor for tensor in tensors if is_plain(tensor)]
         return found if self.weights is None else [each for each in found if not self.weights.moves(each)]
-
-    def known(self, tree: Tree) -> Known:
-        """What is known of the module with these `training` flags."""
-        known = self._known.get(tree.flags)
-        if known is None:
-            known = self._known[tree.flags] = Known()
-        return known
 
     def refusal_of(self, message: str) -> RecomputeRefusedError:
         """The error that says why the module cannot be run again; noted for whoever plans."""
@@ -179,8 +153,6 @@ class Watch:
 class Marks:
     """What changes when somebody writes to one of some tensors, or exchanges its data, as it is now."""
 
-    __slots__ = ("_addressed", "tensors", "values")
-
     def __init__(self, tensors: list[torch.Tensor], addressed: list[torch.Tensor]) -> None:
         """`addressed`: those of them that have an address."""
         self.tensors = tensors
@@ -194,10 +166,6 @@ class Marks:
     def versions(self) -> list[int]:
         """How often each has been written to by now."""
         return [*map(version_of, self.tensors)]
-
-    def version(self, tensor: torch.Tensor) -> int:
-        """How often it had been written to."""
-        return self.by_tensor()[id(tensor)][0]
 
     def moved(self, later: Marks) -> list[torch.Tensor]:
         """Those tensors that have another version or address in `later`."""
@@ -215,19 +183,6 @@ class Marks:
 
 class Known:
     """What the runs of a module under some `training` flags have shown."""
-
-    __slots__ = (
-        "functions_stay",
-        "has_functions",
-        "is_settled",
-        "moving",
-        "num_learned",
-        "num_paths",
-        "path",
-        "read",
-        "records",
-        "written",
-    )
 
     def __init__(self) -> None:
         self.is_settled = False
@@ -255,24 +210,6 @@ class Known:
 
 class Tree:
     """A module and those inside of it: the objects that they hold, compared by identity."""
-
-    __slots__ = (
-        "_dicts",
-        "_empty",
-        "_full",
-        "_hooks",
-        "_own",
-        "_tables",
-        "_then",
-        "_values",
-        "addressed",
-        "flags",
-        "has_compiled",
-        "is_light",
-        "iterator",
-        "small",
-        "tensors",
-    )
 
     def __init__(self, module: nn.Module, *, has_shards: bool) -> None:
         modules = modules_of(module)
@@ -342,25 +279,18 @@ def _copies(dicts: list[dict]) -> list[dict]:
 def _fill(value: dict, then: dict, *, are_hooks: bool) -> None:
     """Give a dictionary the items `then`, but for what lowtide itself has put there: wrappers, and hooks that come and
     go in any thread."""
-    kind = OrderedDict if isinstance(value, OrderedDict) else dict
-    is_ours = _is_our_hook if are_hooks else _is_our_wrapper
-    ours = {key: one for key, one in [*kind.items(value)] if is_ours(key, one)}
-    wanted = {key: one for key, one in then.items() if not is_ours(key, one)} | ours
-    now = dict(kind.items(value))
-    if [*now] == [*wanted] and all(map(is_, now.values(), wanted.values())):
-        return
-    if now.keys() != wanted.keys() or (are_hooks and [*now] != [*wanted]):
-        kind.clear(value)
-    for key, one in wanted.items():
-        kind.__setitem__(value, key, one)
+    now = dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else value.items())
+    if are_hooks:
+        ours = {key: hook for key, hook in now.items() if _is_our_hook(hook)}
+        wanted = {key: hook for key, hook in then.items() if not _is_our_hook(hook)} | ours
+    else:
+        wanted = without_wrappers_of(then, now)
+    if [*now] != [*wanted] or not all(map(is_, now.values(), wanted.values())):
+        fill(value, wanted, in_order=are_hooks)
 
 
-def _is_our_wrapper(key: Any, _value: Any) -> bool:
-    return key in WRAPPED
-
-
-def _is_our_hook(_key: Any, value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).startswith("lowtide.")
+def _is_our_hook(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("lowtide.")
 
 
 def _bytes_to_copy(tensor: torch.Tensor) -> int:
@@ -373,23 +303,6 @@ def _bytes_to_copy(tensor: torch.Tensor) -> int:
 class Before:
     """What a module read before a run, for the second run."""
 
-    __slots__ = (
-        "_copies",
-        "_flags",
-        "_given",
-        "_marks",
-        "_modes",
-        "_parameters",
-        "_records",
-        "_tree",
-        "_walked",
-        "flow",
-        "is_whole",
-        "known",
-        "path",
-        "watch",
-    )
-
     def __init__(self, watch: Watch, call: Call, *, is_first: bool) -> None:
         """`is_first`: each tensor that the run saves is looked at. Raises RecomputeRefusedError for what cannot be
         wound back."""
@@ -397,7 +310,7 @@ class Before:
         self._modes = Modes()
         self._tree = tree = watch.tree()
         self._refuse_iterator(tree.iterator)
-        self.known = known = watch.known(tree)
+        self.known = known = watch.known[tree.flags]
         others = known.others()
         tensors = [*tree.tensors, *others] if others else tree.tensors
         addressed = [*tree.addressed, *watch.addressed_of(others)] if others else tree.addressed
@@ -405,13 +318,14 @@ class Before:
         self._flags = _flags_of(tree.tensors)
         self._parameters = _lent_parameters(watch.module) if watch.has_shards else []
         self._records = [record.again() for record in known.records]
-        self._given = self._walk(call.objects) if call.objects else []
-        self._walked: list[Any] | None = None
+        self._given = _without_modules(self._walk(call.objects).records()) if call.objects else []
+        self._walked: Snapshot | None = None
+        self._generators: list[State] = []
         self.flow: Flow | None = None
         if not known.is_settled and known.num_learned < _MAX_LEARNED:
-            names = {record.name for record in known.records if isinstance(record, State)}
-            self._walked = [each for each in host_generators() if each.name not in names]
-            self._walked += self._walk([watch.module, call.own_forward()])
+            names = {str(record.name) for record in known.records if isinstance(record, State)}
+            self._generators = [each for each in host_generators() if str(each.name) not in names]
+            self._walked = self._walk([watch.module, call.own_forward()])
         self.path = None if is_first else known.path
         is_open = known.path is None and known.num_paths < _MAX_LEARNED
         if is_open and not is_forward_mode() and not tree.has_compiled:
@@ -441,12 +355,13 @@ class Before:
             with disable_current_modes():
                 self._copies = {key: (view := byte_view(storage), view.clone()) for key, storage in views.items()}
 
-    def _walk(self, roots: list[Any]) -> list[Any]:
+    def _walk(self, roots: list[Any]) -> Snapshot:
         modules = [root for root in roots if isinstance(root, nn.Module)]
         beside = [root for root in roots if root is not None and not isinstance(root, nn.Module)]
-        records = take(*modules, beside=beside or None, code=True, process=False).records
-        self._refuse_iterator(reached_iterator(records))
-        return [record for record in records if not _is_of_a_module(record)]
+        found = take(*modules, beside=beside or None, code=True, process=False)
+        found.forget_tensors()  # the run itself shows what is written to, and no budget knows the copies
+        self._refuse_iterator(found.iterator)
+        return found
 
     def _refuse_iterator(self, name: str) -> None:
         if name:
@@ -483,7 +398,8 @@ class Before:
         RecomputeRefusedError if it wrote to a tensor of which there is no copy."""
         known, watch, is_new = self.known, self.watch, self._walked is not None
         if self._walked is not None:
-            found = [record for record in self._walked if next(record.changed(), None) is not None]
+            found = _without_modules(self._walked.changed())
+            found += [each for each in self._generators if not each.is_same()]
             self._records += found
             known.records += found
             known.num_learned += 1
@@ -588,7 +504,7 @@ class Before:
                 continue
             raise_plain()
             path = ".".join(filter(None, (self.watch.path(), self.watch.name_of(tensor))))
-            then, version = self._marks.version(tensor), now.version(tensor)
+            then, version = (marks.by_tensor()[id(tensor)][0] for marks in (self._marks, now))
             how = f"is at version {version}, was at {then}" if version != then else "its data was exchanged"
             raise self.watch.refusal_of(
                 f"lowtide: the {_kind(tensor)} '{path}' was written to between the forward pass of the recomputed "
@@ -612,11 +528,14 @@ class Before:
             set_versions((tensor,), (version,))
 
 
-def _is_of_a_module(record: Any) -> bool:
-    """Whether a `Tree` has it: the attributes, tables and hooks of a module."""
-    if not isinstance(record, Attributes):
-        return False
-    return record.is_module or (not record.name.is_item and record.name.key in _OF_MODULES)
+def _without_modules(records: list[Record]) -> list[Record]:
+    """Those that a `Tree` has not: no attributes, tables and hooks of a module."""
+    return [
+        record
+        for record in records
+        if not isinstance(record, Attributes)
+        or not (record.is_module or (not record.name.is_item and record.name.key in _OF_MODULES))
+    ]
 
 
 def _key_of(tensor: torch.Tensor | None, weak: StorageWeakRef) -> int:

@@ -32,7 +32,7 @@ from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.wrap import matches_a_module, module_names
 from lowtide.tensors.compiled import compiled_parts, lies_in, refuse_compiled
 from lowtide.tensors.kinds import swapped_weights_of
-from lowtide.tensors.optimizers import optimizer_of
+from lowtide.tensors.optimizers import optimizer_of, parameters_of
 from lowtide.tensors.ranks import ALONE, gather
 
 
@@ -49,20 +49,17 @@ def apply(
 
     `moves_state`: also of the optimizer, if the plan says so; False where the caller sees to that (runtime/autopilot).
     """
-    refuse_unsuitable(model)
+    optimizer = checked(model, optimizer, "lowtide.apply")
     plan = plan_of(model, memory)
     if plan.moves_weights and swapped_weights_of(model) is None:
         raise ConfigError(
             "lowtide.apply: this plan has weights elsewhere until their turn, which lowtide.optimize carries out; call "
             "it with the same memory section"
         )
-    optimizer = optimizer_of(optimizer, "lowtide.apply")
-    refuse_foreign(model, optimizer, "lowtide.apply")
     check_patterns(model, plan, is_part=group == ALONE)
     agree_across_ranks(plan, group)
     warn_about_checkpointing(model)
-    warn_about_parts_of_recomputed_layers(model, plan)
-    warn_about_parts_of_compiled_modules(model, plan)
+    warn_about_parts(model, plan)
     chosen = choose_engine(engine, model, plan)
     warn_about_tiers(plan, chosen)
     placed = PlacedState(optimizer, chosen, "lowtide.apply") if moves_state else None
@@ -78,33 +75,30 @@ def apply(
         raise
 
 
-def refuse_unsuitable(model: nn.Module) -> None:
-    """Raise ConfigError for what is no eager module, or is under a plan already."""
+def checked(model: nn.Module, optimizer: Any, call: str, *, parts: bool = False) -> Any:
+    """The optimizer inside any wrappers. Raises ConfigError for a model that is no eager module or is under a plan
+    already, and for an optimizer that has none of its parameters. `parts`: a compiled part is refused as well."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"lowtide.apply: expected a torch.nn.Module, not {type(model).__name__}")
+        raise ConfigError(f"{call}: expected a torch.nn.Module, not {type(model).__name__}")
     under = patched_module(model)
     if under is not None:
         what = f"its module '{under}'" if under else "this model"
-        raise ConfigError(f"lowtide.apply: {what} is already under a lowtide plan; call remove() on that tide first")
+        raise ConfigError(f"{call}: {what} is already under a lowtide plan; call remove() on that tide first")
     if isinstance(model, nn.DataParallel):
         raise ConfigError(
             "lowtide: nn.DataParallel is not supported, its replicas cannot be told apart; use "
             "DistributedDataParallel, one process a device"
         )
-    refuse_compiled(model, "lowtide.apply")
-
-
-def refuse_foreign(model: nn.Module, optimizer: Any, call: str) -> None:
-    """Raise ConfigError for an optimizer that has none of the model's parameters."""
-    if optimizer is None:
-        return
+    refuse_compiled(model, call, parts=parts)
+    optimizer = optimizer_of(optimizer, call)
     own = {id(parameter) for parameter in model.parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [] if optimizer is None else parameters_of(optimizer)
     if parameters and not any(id(parameter) in own for parameter in parameters):
         raise ConfigError(
             f"{call}: this {type(optimizer).__name__} has none of the parameters of {type(model).__name__}: it steps "
             f"{len(parameters)} others. Give the optimizer that trains the model, made from model.parameters()"
         )
+    return optimizer
 
 
 def plan_of(model: nn.Module, memory: Any) -> Plan:
@@ -183,45 +177,25 @@ def warn_about_checkpointing(model: nn.Module) -> None:
         )
 
 
-def warn_about_parts_of_recomputed_layers(model: nn.Module, plan: Plan) -> None:
-    """A recomputed layer keeps nothing but its inputs: a rule about a part of it has no effect there, and says so."""
+def warn_about_parts(model: nn.Module, plan: Plan) -> None:
+    """A rule about a part of a recomputed layer, or of a compiled module, has no effect there, and says so."""
     recomputed = [name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE]
-    names = module_names(model)
+    compiled, names = [*compiled_parts(model)], module_names(model)
+    why_layer = (
+        "a recomputed layer holds on to nothing but its inputs. To treat its parts differently, name the modules to "
+        "recompute instead of the layer."
+    )
+    why_compiled = "a compiled module is one node. Name the module itself, or compile only parts of it."
     for rule in plan.rules.rules:
-        if rule.fate is Fate.RECOMPUTE or rule.pattern.text == "*":
-            continue
-        matched = [name for name in names if rule.pattern.matches(name, is_site=False)]
-        inside = {layer for layer in recomputed for name in matched if name.startswith(layer + ".")}
-        inside -= {layer for layer in inside if rule.pattern.matches(layer, is_site=False)}
-        if inside:
-            first = next(layer for layer in recomputed if layer in inside)
-            others = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
-            warnings.warn(
-                f"lowtide: {_at(rule)}{rule} has no effect inside '{first}'{others}: a recomputed layer holds on to "
-                "nothing but its inputs. To treat its parts differently, name the modules to recompute instead of the "
-                "layer.",
-                stacklevel=4,
-            )
-
-
-def warn_about_parts_of_compiled_modules(model: nn.Module, plan: Plan) -> None:
-    """A compiled module is one node: a rule about a part of it has no effect there, and says so."""
-    compiled = compiled_parts(model)
-    names = module_names(model) if compiled else []
-    for rule in plan.rules.rules:
-        if rule.pattern.text == "*":
-            continue
-        inside = [
-            part for name in names if rule.pattern.matches(name, is_site=False) if (part := lies_in(name, compiled))
-        ]
-        inside = [part for part in inside if not rule.pattern.matches(part, is_site=False)]
-        if inside:
-            others = f" and {len(set(inside)) - 1} more" if len(set(inside)) > 1 else ""
-            warnings.warn(
-                f"lowtide: {_at(rule)}{rule} has no effect inside '{inside[0]}'{others}: a compiled module is one "
-                "node. Name the module itself, or compile only parts of it.",
-                stacklevel=4,
-            )
+        for wholes, why in ((() if rule.fate is Fate.RECOMPUTE else recomputed, why_layer), (compiled, why_compiled)):
+            matched = [name for name in names if rule.pattern.matches(name, is_site=False)]
+            found = {lies_in(name, wholes) for name in matched} - set(matched) if rule.pattern.text != "*" else set()
+            inside = [whole for whole in wholes if whole in found]
+            if inside:
+                others = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
+                warnings.warn(
+                    f"lowtide: {_at(rule)}{rule} has no effect inside '{inside[0]}'{others}: {why}", stacklevel=4
+                )
 
 
 def warn_about_tiers(plan: Plan, engine: Engine) -> None:

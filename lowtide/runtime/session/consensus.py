@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -73,21 +74,33 @@ class PlanConsensus:
         """Whether every rank wants to decide `what` now. The same answer on all that ask; once False, always False."""
         if self.num_ranks == 1 or not self.is_together:
             return self.is_together
-        store = default_store()
-        self.is_together = meet(store, f"{self._name}/{what}", self.num_ranks, self._patience_seconds)
+        is_late = after(self._patience_seconds)
+        self.is_together = meet(default_store(), f"{self._name}/{what}", self.num_ranks, is_late)
         return self.is_together
 
 
-def meet(store: dist.Store, place: str, num_ranks: int, patience_seconds: float) -> bool:
-    """Whether all ranks come to `place` before the first of them loses patience. The same answer on all."""
+def after(seconds: float) -> Callable[[], bool]:
+    """Whether so much time has passed since this call."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+def meet(
+    store: dist.Store,
+    place: str,
+    num_ranks: int,
+    gives_up: Callable[[], bool],
+    *,
+    poll_seconds: float = _POLL_SECONDS,
+) -> bool:
+    """Whether all ranks come to `place` before the first of them `gives_up`. The same answer on all."""
     if store.add(f"{place}/count", 1) == num_ranks:
         return store.compare_set(f"{place}/decision", "", _GO.decode()) == _GO
-    end = time.monotonic() + patience_seconds
     while not store.check([f"{place}/decision"]):
-        if time.monotonic() > end:
+        if gives_up():
             # The last one may come at this very moment; the first that writes decides for all.
             return store.compare_set(f"{place}/decision", "", _STOP.decode()) == _GO
-        time.sleep(_POLL_SECONDS)
+        time.sleep(poll_seconds)
     return store.get(f"{place}/decision") == _GO
 
 

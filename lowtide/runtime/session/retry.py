@@ -27,13 +27,13 @@ neither the model's nor the optimizer's, and what a snapshot does not reach.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from lowtide.errors import RecomputeRefusedError
 from lowtide.runtime.recompute.fingerprint import RecipeMismatchError
 from lowtide.runtime.saved.stats import Counters
-from lowtide.runtime.session.together import JointStepError, Together
+from lowtide.runtime.session.together import Attempt, JointStepError, places
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import disable_current_modes, gradient_hooks, version_of
 from lowtide.tensors.snapshot import take
@@ -59,28 +59,13 @@ _KEPT_COUNTERS = frozenset(
 class Rollback:
     """Runs micro-batches of one model, and runs them again after an out-of-memory error. See the module."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        counters: Callable[[], Counters | None],
-        settle: Callable[[], None],
-        tighten: Callable[[BaseException, int], str | None],
-        describe_floor: Callable[[], str],
-    ) -> None:
-        """`counters` gives the totals in force (none before a plan is); `settle` waits for copies and frees what dead
-        graphs owned; `tighten` makes the plan smaller, told how often it did already, and says how, or returns None;
-        `describe_floor` says, for the last words, how much memory was needed at least."""
-        self._model = model
+    def __init__(self, handle: Any, optimizer: torch.optim.Optimizer | None) -> None:
+        """`handle`: a `Handle` (handle.py), which makes the plan smaller."""
+        self._handle = handle
         self._optimizer = optimizer
-        self._counters = counters
-        self._settle = settle
-        self._tighten = tighten
-        self._describe_floor = describe_floor
         self._steady = WeakTensorKeyDictionary()
-        self._together: Together | None = None
-        """The ranks of the job, once a step was joint."""
+        self._places = places()
+        """Of joint attempts."""
         self.is_running = False
         """Inside `run`, which has the last word on an error."""
 
@@ -89,104 +74,67 @@ class Rollback:
         all ranks call this, and take the micro-batch back together (together.py)."""
         self.is_running = True
         is_joint = is_joint and _num_ranks() > 1
-        if is_joint and self._together is None:
-            self._together = Together(self._model)
         try:
-            return self._run_jointly(closure) if is_joint else self._run(closure, is_local=is_local)
+            start = _Start(self._handle.model, self._optimizer, self._handle._counters(), self._steady)
+            try:
+                result = self._repeated(closure, start, is_local=is_local, is_joint=is_joint)
+                start.check_repeated()
+            finally:
+                start.close()
+            start.state.note_steady()
+            return result
         finally:
             self.is_running = False
 
-    def _run_jointly(self, closure: Callable[[], Any]) -> Any:
-        """The same on all ranks of the job."""
-        assert self._together is not None
-        tried: list[str] = []
-        with _Start(self._model, self._optimizer, self._counters(), self._steady) as start:
-            while True:
-                attempt = self._together.attempt()
-                try:
-                    with attempt:
-                        result = closure()
-                    break
-                except Exception as error:
-                    if not is_out_of_memory(error) and not (isinstance(error, JointStepError) and error.is_memory):
-                        raise
-                    failure = error
-                obstacles = attempt.exchange(attempt.obstacle() or start.obstacle() or "")
-                found = next((f"rank {rank}: {why}" for rank, why in enumerate(obstacles) if why), None)
-                if found is not None:
-                    failure.add_note(f"lowtide: this micro-batch was not run again: {found}")
-                    raise failure
-                place = self._let_go(failure)
-                start.go_back()
-                # By rules that depend on nothing but the plan, so that all ranks do the same.
-                can_try = len(tried) < MAX_ATTEMPTS - 1
-                alike = JointStepError(_first_line(failure), is_memory=True)
-                how = self._tighten(alike, len(tried)) if can_try else None
-                if len(answers := {*attempt.exchange(how or "")}) > 1:
-                    failure.add_note(f"lowtide: the ranks would go on with different plans ({'; '.join(answers)}).")
-                    raise failure
-                if how is None:
-                    failure.add_note(place)
-                    failure.add_note(self._last_words(tried, start.num_unfinished()))
-                    raise failure
-                tried.append(how)
-                counters = self._counters()
-                if counters is not None:
-                    counters.num_retries += 1
-                warnings.warn(
-                    f"lowtide: out of memory ({_first_line(failure)}); {how}, and the micro-batch is run again on all "
-                    "ranks.",
-                    stacklevel=4,
-                )
-                del failure
-            start.check_repeated()
-        return result
-
-    def _run(self, closure: Callable[[], Any], *, is_local: bool) -> Any:
+    def _repeated(self, closure: Callable[[], Any], start: _Start, *, is_local: bool, is_joint: bool) -> Any:
+        """What `closure()` returns, once it comes to its end."""
         tried: list[str] = []
         kept: set[str] = set()
-        with _Start(self._model, self._optimizer, self._counters(), self._steady) as start:
-            while True:
-                try:
-                    result = closure()
-                    break
-                except Exception as error:
-                    if not is_out_of_memory(error) and not _can_be_given_up(error):
-                        raise
-                    failure = error
-                # Out of the except block: nothing refers to the failed graph any more but the frames of the error.
-                obstacle = _no_second_run(is_local) or start.obstacle()
-                if obstacle is not None:
-                    failure.add_note(f"lowtide: this micro-batch was not run again: {obstacle}")
-                    raise failure
-                place = self._let_go(failure)
-                start.go_back()
-                refused = {failure.path} - kept if isinstance(failure, RecomputeRefusedError) else set()
-                can_try = refused or len(tried) < MAX_ATTEMPTS - 1
-                how = self._tighten(failure, len(tried)) if can_try else None
-                if how is None:
-                    if _can_be_given_up(failure):
-                        raise failure
+        while True:
+            attempt = Attempt(self._handle.model, next(self._places)) if is_joint else None
+            try:
+                with attempt or contextlib.nullcontext():
+                    return closure()
+            except Exception as error:
+                if not _may_be_repeated(error, attempt):
+                    raise
+                failure = error
+            # Out of the except block: nothing refers to the failed graph any more but the frames of the error.
+            obstacle = _obstacle(start, attempt, is_local=is_local)
+            if obstacle is not None:
+                failure.add_note(f"lowtide: this micro-batch was not run again: {obstacle}")
+                raise failure
+            place = self._let_go(failure)
+            start.go_back()
+            refused = {failure.path} - kept if isinstance(failure, RecomputeRefusedError) else set()
+            can_try = refused or len(tried) < MAX_ATTEMPTS - 1
+            # On several ranks by rules that depend on nothing but the plan, so that all do the same.
+            why = failure if attempt is None else JointStepError(_first_line(failure), is_memory=True)
+            how = self._handle._tighten(why, len(tried)) if can_try else None
+            if attempt is not None and len(answers := {*attempt.exchange(how or "")}) > 1:
+                failure.add_note(f"lowtide: the ranks would go on with different plans ({'; '.join(answers)}).")
+                raise failure
+            if how is None:
+                if not _can_be_given_up(failure):
                     failure.add_note(place)
                     failure.add_note(self._last_words(tried, start.num_unfinished()))
-                    raise failure
-                kept |= refused
-                if not refused:
-                    tried.append(how)
-                counters = self._counters()
-                if counters is not None:
-                    counters.num_retries += 1
-                what = "out of memory"
-                if _can_be_given_up(failure):
-                    is_recipe = isinstance(failure, RecipeMismatchError)
-                    what = "a recipe made other bytes" if is_recipe else "a layer cannot be run again"
-                warnings.warn(
-                    f"lowtide: {what} ({_first_line(failure)}); {how}, and the micro-batch is run again.",
-                    stacklevel=4,
-                )
-                del failure
-            start.check_repeated()
-        return result
+                raise failure
+            kept |= refused
+            if not refused:
+                tried.append(how)
+            counters = self._handle._counters()
+            if counters is not None:
+                counters.num_retries += 1
+            what = "out of memory"
+            if _can_be_given_up(failure):
+                is_recipe = isinstance(failure, RecipeMismatchError)
+                what = "a recipe made other bytes" if is_recipe else "a layer cannot be run again"
+            where = "" if attempt is None else " on all ranks"
+            warnings.warn(
+                f"lowtide: {what} ({_first_line(failure)}); {how}, and the micro-batch is run again{where}.",
+                stacklevel=4,
+            )
+            del failure
 
     def _let_go(self, failure: BaseException) -> str:
         """End the failed graph, and give its memory back. Returns where memory ran out."""
@@ -198,8 +146,8 @@ class Rollback:
             # What a failed backward had ready waits in a queue of torch's, with its graph, until another one begins.
             torch.zeros((), requires_grad=True).backward()
         gc.collect()  # graphs in reference cycles
-        self._settle()
-        for device_type in {parameter.device.type for parameter in self._model.parameters()} - {"cpu", "meta"}:
+        self._handle.settle()
+        for device_type in {parameter.device.type for parameter in self._handle.model.parameters()} - {"cpu", "meta"}:
             empty_cache = getattr(torch.get_device_module(device_type), "empty_cache", None)
             if empty_cache is not None:
                 empty_cache()
@@ -213,9 +161,24 @@ class Rollback:
             else ""
         )
         return (
-            f"lowtide: memory ran out {len(tried) + 1} times in this micro-batch ({what}). {self._describe_floor()}"
-            f"{partial} Use smaller micro-batches or a larger device."
+            f"lowtide: memory ran out {len(tried) + 1} times in this micro-batch ({what}). "
+            f"{self._handle._describe_floor()}{partial} Use smaller micro-batches or a larger device."
         )
+
+
+def _may_be_repeated(error: BaseException, attempt: Attempt | None) -> bool:
+    """Whether another attempt may end well; of a step on all ranks, only where memory ran out on one of them."""
+    if attempt is None:
+        return is_out_of_memory(error) or _can_be_given_up(error)
+    return is_out_of_memory(error) or (isinstance(error, JointStepError) and error.is_memory)
+
+
+def _obstacle(start: _Start, attempt: Attempt | None, *, is_local: bool) -> str | None:
+    """Why the micro-batch cannot be taken back, on this rank or, of a step on all, on any; or None."""
+    if attempt is None:
+        return _no_second_run(is_local) or start.obstacle()
+    found = attempt.exchange(attempt.obstacle() or start.obstacle() or "")
+    return next((f"rank {rank}: {why}" for rank, why in enumerate(found) if why), None)
 
 
 def _can_be_given_up(error: BaseException) -> bool:
@@ -258,9 +221,6 @@ def _first_line(error: BaseException) -> str:
 
 class _Gradient:
     """A parameter and the gradient that it had before the micro-batch."""
-
-    __slots__ = ("_hook", "_is_kept_graph", "_old", "_strong", "_version", "num_held", "num_seen", "parameter",
-                 "parameter_version")  # fmt: skip
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
@@ -322,7 +282,7 @@ class _Gradient:
 
 
 class _Start:
-    """What a micro-batch finds: gradients, buffers, attributes, random states, totals. A context manager."""
+    """What a micro-batch finds: gradients, buffers, attributes, random states, totals. To be closed."""
 
     def __init__(
         self,
@@ -340,22 +300,13 @@ class _Start:
         self._gradients = [_Gradient(p) for p in parameters.values() if p.requires_grad]
         try:
             # After them: what comes back includes the hooks of these gradients.
-            self._state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})
+            self.state = take(model, steady=steady, devices={tensor.device for tensor in parameters.values()})
         except BaseException:
-            self._close_gradients()  # there may be no memory for the copies, and then `__exit__` is not called
+            self.close()  # there may be no memory for the copies
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close_gradients()
-        if kind is None:
-            self._state.note_steady()
-
-    def _close_gradients(self) -> None:
+    def close(self) -> None:
+        """The micro-batch is over, well or badly."""
         for gradient in self._gradients:
             gradient.close()
 
@@ -367,7 +318,7 @@ class _Start:
         return next((text for text in obstacles if text is not None), None) or self._without_copy()
 
     def _without_copy(self) -> str | None:
-        lost = self._state.lost(but={id(gradient.parameter) for gradient in self._gradients})
+        lost = self.state.lost(but={id(gradient.parameter) for gradient in self._gradients})
         if not lost:
             return None
         return f"it wrote to '{lost[0]}', which it had not written to before, and there is no copy of it."
@@ -376,7 +327,7 @@ class _Start:
         """Put everything back."""
         for gradient in self._gradients:
             gradient.go_back()
-        self._state.restore()
+        self.state.restore()
         for name, value in self._counted.items():
             if name not in _KEPT_COUNTERS:
                 setattr(self._counters, name, value)

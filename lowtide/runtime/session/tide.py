@@ -14,21 +14,19 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from types import TracebackType
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.core.fate import Fate
-from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.plan import Plan
 from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.engines.base import Engine
 from lowtide.errors import RecomputeRefusedError
 from lowtide.loss.attach import AttachedLoss
-from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.runtime.hooks.context import InputKeeper, PlanContext
+from lowtide.runtime.hooks.context import PlanContext
 from lowtide.runtime.hooks.first_forward import with_bytes_seen
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
@@ -36,30 +34,17 @@ from lowtide.runtime.recompute.fingerprint import Fingerprints, RecipeMismatchEr
 from lowtide.runtime.recompute.recipe_graph import give_up_recipe
 from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Stats
-from lowtide.runtime.session.audit import Audit
 from lowtide.runtime.session.forward_patch import UnobservedForwards
+from lowtide.runtime.session.handle import Handle
 from lowtide.runtime.session.optimizer_state import PlacedState
-from lowtide.runtime.session.retry import Rollback
 from lowtide.runtime.session.wrap import PlannedForwards, rules_about_ops
 from lowtide.tensors.fsdp import local_part
 from lowtide.tensors.kinds import PLAIN_TYPES, tensors_of
 from lowtide.tensors.live_bytes import optimizer_tensors
-from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import storage_key
-from lowtide.units import format_bytes
-
-_CHANGES = {
-    "weights": "share the parameters among ranks (FSDP2), or hold them in bf16",
-    "gradients": "share the parameters among ranks (FSDP2), or hold them in bf16",
-    "optimizer state": "write memory.optimizer: swap",
-    "buffers and batch": "use a smaller micro-batch",
-    "activations": "write a lower budget: the plan keeps all that fits this one",
-    "head, loss, temporaries": "use a smaller micro-batch",
-}
-"""What helps most, by the line of the plan's account that is the largest."""
 
 
-class Tide:
+class Tide(Handle):
     """A model under a plan. A context manager: leaving it removes it. All sizes in bytes, times in seconds."""
 
     def __init__(
@@ -73,8 +58,7 @@ class Tide:
         placed: PlacedState | None = None,
         loss: AttachedLoss | None = None,
     ) -> None:
-        self.model = model
-        self.engine = engine
+        super().__init__(model, optimizer, engine, placed)
         self._plan = plan
         self._optimizer = optimizer
         self._scheduler = OffloadScheduler(engine)
@@ -83,14 +67,6 @@ class Tide:
             # the caller made is the caller's to close.
             weakref.finalize(self._scheduler, engine.close)
         self._context = self._context_of(plan)
-        self._rollback = Rollback(
-            model,
-            optimizer,
-            counters=lambda: self._scheduler.counters,
-            settle=self.settle,
-            tighten=self._tighten,
-            describe_floor=self._describe_floor,
-        )
         self._stall_base_seconds = engine.stall_seconds()
         self._unobserved = UnobservedForwards(model, "lowtide.apply")
         try:
@@ -103,7 +79,6 @@ class Tide:
         self.audited_peak_bytes: int | None = None
         """The peak of the last audit, in bytes; None where there was none."""
         self._loss = loss
-        self._placed = placed
         if placed is not None:
             try:
                 placed.follow(plan)
@@ -132,11 +107,6 @@ class Tide:
         return {node.name: node.why_failed for node in nodes if node.has_failed}
 
     @property
-    def optimizer_swap(self) -> OptimizerSwap | None:
-        """The handle of the optimizer's state, if the plan has it elsewhere between steps."""
-        return self._placed.handle if self._placed is not None else None
-
-    @property
     def refused_layers(self) -> dict[str, str]:
         """Modules that were to run again and cannot: name, and why. Under a solved plan they are kept from then on."""
         watches = self._context.watches.values()
@@ -161,11 +131,6 @@ class Tide:
         )
 
     @property
-    def live_bytes(self) -> int:
-        """Activations that are on the device now, as the ledger counts them. Unlike `stats`, cheap."""
-        return self._scheduler.ledger.now_bytes
-
-    @property
     def num_misfits(self) -> int:
         """Saved tensors that a solved plan did not expect, or not where they came, and calls of layers that it did not
         expect. Unlike `stats`, cheap."""
@@ -179,25 +144,6 @@ class Tide:
         self._scheduler.ledger.restart_peak()
         self._stall_base_seconds = self.engine.stall_seconds()
         self.engine.reset_device_peak()
-
-    def audit(self) -> Audit:
-        """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
-        bytes. Afterwards `plan.audited_peak_bytes` has it, if a forward pass ran inside and no error came out.
-
-        Its steps take longer, by some 7 us an operator; it leaves nothing else. See runtime/session/audit.py.
-        """
-        before = self._scheduler.counters.num_forwards
-
-        def done(peak_bytes: int | None) -> None:
-            if peak_bytes is not None and self._scheduler.counters.num_forwards != before:
-                self.audited_peak_bytes = peak_bytes
-
-        of = (self.model, self._optimizer, self.engine.device_type)
-        return Audit(*of, scheduler=lambda: self._scheduler, done=done)
-
-    def count_buffers(self, on_buffer: Callable[[torch.UntypedStorage], None] | None) -> None:
-        """Show `on_buffer` every buffer that a fetch fills, which no operator makes; None: none."""
-        self._scheduler.on_buffer = on_buffer
 
     def set_limit(
         self,
@@ -227,11 +173,6 @@ class Tide:
                 num_calls=num_calls,
             )
 
-    def stand_beside(self, beside_bytes: Callable[[], int]) -> None:
-        """Have the limit count what forward passes under other plans hold."""
-        if self._context.guard is not None:
-            self._context.guard.beside_bytes = beside_bytes
-
     def hold_at_most(self, nbytes: int) -> None:
         """Spill kept activations of forward passes that are over, until they hold no more than this. Not a promise:
         what recipes and second runs start from stays. Only under a limit."""
@@ -245,38 +186,16 @@ class Tide:
             watch = self._context.watch(self.model.get_submodule(name))
             watch.refusal = watch.refusal or "It could not be run again in a step of another plan."
 
-    def slice_inputs(self, slices: InputKeeper) -> None:
-        """Keep a slice of each recomputed layer's input on this tensor-parallel rank. Before the first forward pass."""
-        self._context.slices = slices
-
     def keep_collectives(self) -> None:
         """Keep what collectives give in recomputed layers (recompute/collectives.py). Before the first forward pass."""
         self._context.keeps_collectives = True
 
-    def step(self, closure: Callable[[], Any], *, is_local: bool = False, is_joint: bool = False) -> Any:
-        """What `closure()` returns: forward and backward of one micro-batch, which runs again if memory ran out.
+    def _in_force(self) -> Tide:
+        return self
 
-        After an out-of-memory error everything that the micro-batch changed is put back, the plan is tightened (all
-        swapped, then all layers recomputed), and the closure runs again, at most twice; gradients are those of a step
-        that never failed. The closure must do the same each time: draw the batch outside of it, and leave `zero_grad`,
-        clipping and the optimizer's step outside too. In a process group nothing is run again, because the other ranks
-        would wait for this one in their collectives, unless `is_local` says that the closure has none, or `is_joint`
-        that all ranks take this step so, with the same collectives: then all run it again. See runtime/session/retry.py
-        and together.py.
-        """
-        return closure() if self._is_removed else self._rollback.run(closure, is_local=is_local, is_joint=is_joint)
-
-    def outlive(self, lease: object) -> None:
-        """Hold `lease` for as long as any graph of this tide lives, also after `remove`."""
-        self._scheduler.lease = lease
-
-    def settle(self) -> None:
-        """Wait until no copy is under way, and give back what dead graphs owned. Not needed for correctness."""
-        self._scheduler.settle()
-
-    def expect_no_forward(self) -> None:
-        """Gradients may arrive before its first forward pass: say nothing then."""
-        self._unobserved.end()
+    @property
+    def _is_over(self) -> bool:
+        return self._is_removed
 
     def suspend(self) -> None:
         """Leave the model as it was until `resume()`, and keep what its forward passes have shown. Idempotent."""
@@ -299,24 +218,12 @@ class Tide:
             if self._loss is not None:
                 self._loss.remove()
                 self._say_if_no_loss(self._loss)
-        if self._placed is not None:
-            self._placed.remove()
-
-    def __enter__(self) -> Tide:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        add_message(error, self._describe_floor)
-        self.remove()
+        if self.placed is not None:
+            self.placed.remove()
 
     def __repr__(self) -> str:
         state = "removed" if self._is_removed else "applied"
         return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
-
-    def _repr_html_(self) -> str:
-        return notebook_html(repr(self), self.plan)
 
     def _say_if_no_loss(self, loss: AttachedLoss) -> None:
         if self.has_run and loss.loss is not None and not loss.loss.loss.was_called:
@@ -344,7 +251,6 @@ class Tide:
     # -- out of memory ---------------------------------------------------------------------------------------------
 
     def _tighten(self, error: BaseException, num_tried: int) -> str | None:
-        """Go over to a plan that needs less; says how, or None when there is none. Called between two attempts."""
         if isinstance(error, RecipeMismatchError):
             return self._give_up_recipes(error, num_tried)
         if isinstance(error, RecomputeRefusedError):
@@ -370,13 +276,6 @@ class Tide:
         for node in (self._context.nodes or {}).values():
             node.has_failed = True
         return "all that recipes made is kept now"
-
-    def _describe_floor(self) -> str:
-        return (
-            f"Parameters, gradients, buffers and optimizer state alone are "
-            f"{format_bytes(self._model_state_bytes())}, and activations took up to "
-            f"{format_bytes(self._scheduler.ledger.peak_bytes)} more.{plan_message(self._plan)}"
-        )
 
     # -- how it works ----------------------------------------------------------------------------------------------
 
@@ -420,27 +319,3 @@ def _does_to_all(plan: Plan, fate: Fate) -> bool:
 
 def _by_rules(plan: Plan, rules: tuple[Rule, ...]) -> Plan:
     return dataclasses.replace(plan, rules=Rules(rules), is_solved=False, sites=(), predicted=None, account=())
-
-
-def plan_message(plan: Plan) -> str:
-    """Two sentences, after a blank; nothing for a plan that predicts nothing."""
-    lines = [line for line in plan.account if line.what in _CHANGES]
-    if plan.predicted is None or not lines:
-        return ""
-    most = max(lines, key=lambda line: line.planned_bytes)
-    budget = "" if plan.budget_bytes is None else f" of a budget of {format_bytes(plan.budget_bytes)}"
-    return (
-        f" The plan had said: peak {format_bytes(plan.predicted.peak_bytes)}{budget}, of which {most.what}: "
-        f"{format_bytes(most.planned_bytes)}. What would help most: {_CHANGES[most.what]}."
-    )
-
-
-def add_message(error: BaseException | None, describe_floor: Callable[[], str]) -> None:
-    """To an error that leaves the `with` block of a handle because memory ran out, say what held it; a forward pass has
-    said it of its own. In a plain loop nothing else of lowtide's sees an error of backward."""
-    if error is None or not is_out_of_memory(error):
-        return
-    if not any(note.startswith("lowtide: ") for note in getattr(error, "__notes__", ())):
-        error.add_note(
-            f"lowtide: out of memory outside of a forward pass (backward, or the optimizer's step). {describe_floor()}"
-        )

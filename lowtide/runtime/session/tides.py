@@ -12,6 +12,17 @@ whether a tide is in force, and whether its source compares that with its predic
        ^             |     <------- a shape without a plan ---+
        +-------------+---> REFUSED                 (COMPARED and SETTLED follow each other where plans are made again)
 
+What goes wrong in an observed step is raised, and the next forward pass tries again. A batch that the model itself
+refuses leaves what it leaves without lowtide.
+
+- The backward pass of the observed step failed (a hook of the user's, a number that is none): the loop is to hear of it
+  from its own backward pass, so this step runs without a plan. If its backward pass goes well, the fault is in being
+  observed, and the next observed step that fails is an error.
+- Ctrl-C ended the observed step: what it had drawn and written was put back. The next forward pass says so.
+- No plan fits: a `BudgetError` leaves the model as it was, so that its caller can take another budget, or none. But it
+  is a `ValueError`, and a loop that leaves bad batches out (`except ValueError`) would go on without a plan, and not
+  know. So the next forward pass that trains without a plan warns once (`Reminder`).
+
 Why it is safe: patches come off in the reverse order in which they went on. What goes wrong while a plan is put on (a
 full disk) is raised, and nothing but the wrapper is left on the model, so that the next forward pass tries again.
 Threads: if several threads train one model, they get a plan one after another; a thread that arrives while another one
@@ -19,43 +30,43 @@ observes or plans waits until there is a plan.
 
 Cost: the observed step (two to ten times a plain one) for each shape, then nothing per operator.
 Not covered: what the caller does around the model's forward (a loss of one's own) is not observed. If a backward pass
-of another thread runs while a new shape is observed, its gradients may be lost.
+of another thread runs while a new shape is observed, its gradients may be lost. Under several ranks, or where FSDP2
+shards the model, a model that fails in the observed step: the error is raised, and what that forward drew or wrote is
+restored; a loop that calls `model.forward` itself after a `BudgetError`, where no hook runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from lowtide.core.log import LOG
-from lowtide.core.plan import Plan, notebook_html
+from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.profiling.observe_call import is_training
-from lowtide.runtime.offload.scheduler import OffloadScheduler
+from lowtide.profiling.observe_call import Witness, is_training, loss_or_all, observe_call
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.apply import apply
-from lowtide.runtime.session.audit import Audit
-from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards, patched_part
-from lowtide.runtime.session.observer import Reminder, StepObserver
+from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards, handle_of, patched_part
+from lowtide.runtime.session.handle import Handle
 from lowtide.runtime.session.optimizer_state import PlacedState
-from lowtide.runtime.session.retry import Rollback
-from lowtide.runtime.session.tide import Tide, add_message
+from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.wrap import refuse_capture
 from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.kinds import tensors_in
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.tensors.ranks import ALONE
+from lowtide.tensors.private import num_dispatch_modes, queue_callback
+from lowtide.tensors.ranks import ALONE, has_company
 from lowtide.units import format_bytes, format_seconds
 
 _Made = TypeVar("_Made")
@@ -135,9 +146,151 @@ class PlanSource(Protocol):
         """Remove all tides, and undo what the source itself has changed about the model. Once."""
 
 
-class Tides:
-    """A model under plans that come from a source. Shows the face of a `Tide`; leaving it as a context manager removes
-    it."""
+# -- the observed step -------------------------------------------------------------------------------------------------
+
+
+class StepObserver:
+    """Observes steps of one model."""
+
+    def __init__(self, model: nn.Module, placed: PlacedState, group: Any, *, is_inside: bool) -> None:
+        """`is_inside`: steps are observed when the model's forward is called, after its own hooks have run."""
+        self._model = model
+        self._placed = placed
+        self._group = group
+        self.is_inside = is_inside
+        self.is_under_way = False
+        """A step is being observed and planned for at this moment."""
+        self.witness: Witness | None = None
+        """Of the observed step: the first planned forward pass takes it, and shows it what comes out."""
+        self._interrupted = ""
+        """By what the last observed step was ended, if that was no `Exception` and the loop was not told yet."""
+        self._has_ended: bool | None = None
+        """Whether the backward pass of a step without a plan has ended, whose observed one failed. None: no such step.
+        """
+
+    def observe(
+        self,
+        args: tuple,
+        kwargs: dict,
+        forward: Callable[..., Any],
+        make: Callable[[Profile], _Made],
+        *,
+        is_over: Callable[[], bool],
+    ) -> _Made | None:
+        """What `make` gives for the profile of the step that `forward(*args, **kwargs)` begins, which is the model's
+        own. None where this step is to run without a plan; and where `is_over`: the user removed the plan meanwhile.
+
+        Raises what the model raises, and what `make` does.
+        """
+        self._placed.settle()  # what is written to parameters in an observed step is put back
+        witness = self.witness = Witness(type(self._model).__name__)
+        profile = None
+        self.is_under_way = True
+        try:
+            how: Any = {"is_inside": self.is_inside, "witness": witness}
+            profile = observe_call(self._model, args, kwargs, self._placed.optimizer, **how)
+            made = make(profile)
+        except BaseException as error:
+            self.is_under_way, self.witness = False, None
+            came_from_forward, witness.error = witness.error is error, None  # else they would hold each other
+            if is_over():
+                raise
+            if not isinstance(error, Exception):
+                self._interrupted = type(error).__name__
+            if profile is None and self._is_the_models(error):
+                if came_from_forward:
+                    _fail_for_real(forward, args, kwargs)
+                elif witness.is_over and not self._has_ended:
+                    self._go_on_without(error)
+                    return None
+            raise
+        self.is_under_way = False
+        self._has_ended = None
+        if is_over():
+            self.witness = None
+            return None
+        return made
+
+    def _is_the_models(self, error: BaseException) -> bool:
+        """Whether the model raised it, for reasons of its own; and no other rank waits meanwhile."""
+        is_ours = isinstance(error, ConfigError) or str(error).startswith("lowtide:")
+        if is_ours or not isinstance(error, Exception) or is_out_of_memory(error):
+            return False
+        return self.is_inside and not has_company(self._group)
+
+    def _go_on_without(self, error: BaseException) -> None:
+        self._has_ended = False
+        first = str(error).partition("\n")[0]
+        warnings.warn(
+            f"lowtide: the backward pass of {type(self._model).__name__} failed while it was observed, with "
+            f"{type(error).__name__}: {first}; so this step runs without a plan, and the next one is observed again.",
+            stacklevel=2,
+        )
+
+    def follow_unplanned(self, output: Any) -> None:
+        """The forward pass of a step without a plan gave `output`."""
+        if self._has_ended is None:
+            return
+        leaves = tensors_in(loss_or_all(output))
+        root = next((leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None), None)
+        if root is not None:
+            root.register_prehook(lambda gradients: queue_callback(self._note_end))
+
+    def _note_end(self) -> None:
+        self._has_ended = True
+
+    def tell_interrupt(self) -> None:
+        """If Ctrl-C ended the last observed step, the loop has caught that and trains on: warn once."""
+        what, self._interrupted = self._interrupted, ""
+        if what:
+            warnings.warn(
+                f"lowtide: {what} ended a forward pass of {type(self._model).__name__} while it was observed. What it "
+                "had drawn and written by then was put back: training goes on as if it had not begun, where without "
+                "lowtide a part of it would have stayed.",
+                stacklevel=2,
+            )
+
+
+def _fail_for_real(forward: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+    """The model raised an error while it was observed, and nothing of that forward is left. A loop may leave such a
+    batch out and go on: then random numbers were drawn and statistics moved until the error. So the forward runs once
+    more, without a plan, and raises the error itself. Returns where it does not."""
+    try:
+        forward(*args, **kwargs)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return
+        raise error from None
+
+
+class Reminder:
+    """A hook on the model that warns in its next forward pass that trains without a plan, and goes."""
+
+    def __init__(self, model: nn.Module, refusal: BudgetError) -> None:
+        # Not the error: it refers to its frames, and those to all that is above them.
+        self._why = str(refusal).partition("\n")[0]
+        self._hook = model.register_forward_pre_hook(self._before)
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+    def _before(self, model: nn.Module, args: Any) -> None:
+        if not is_training() or num_dispatch_modes():  # or the step is one that `observe` or `plan` looks at
+            return
+        self.remove()
+        if handle_of(model) is None:
+            warnings.warn(
+                f"lowtide: {type(model).__name__} trains without a plan from here on, since the BudgetError of a "
+                f"forward pass before was caught ({self._why}). Call remove() on the handle if that is what you want.",
+                stacklevel=2,
+            )
+
+
+# -- the handle --------------------------------------------------------------------------------------------------------
+
+
+class Tides(Handle):
+    """A model under plans that come from a source."""
 
     def __init__(
         self,
@@ -153,10 +306,8 @@ class Tides:
     ) -> None:
         """`source` makes the plan source for this handle, and may be collective in `group`. `call`: the function that
         the user called, for messages."""
-        self.model = model
-        self.engine = engine
-        self.placed = placed
-        """The optimizer's state, wherever it is."""
+        super().__init__(model, optimizer, engine, placed)
+        self.placed: PlacedState = placed
         self.tide: Tide | None = None
         """The tide in force; None before the first step. After `remove` the last one: its totals can still be read."""
         self.events: list[PlanEvent] = []
@@ -181,16 +332,6 @@ class Tides:
         self._unobserved = UnobservedForwards(model, call)
         self._inside = threading.local()
         """Of each thread: whether it is in a forward pass of the model, which may call itself."""
-        self._audit: Audit | None = None
-        """The last one that was asked for."""
-        self._rollback = Rollback(
-            model,
-            optimizer,
-            counters=lambda: self.tide._scheduler.counters if self.tide is not None else None,
-            settle=self._settle,
-            tighten=self._tighten,
-            describe_floor=self._describe_floor,
-        )
 
     # -- what the user sees ----------------------------------------------------------------------------------------
 
@@ -206,29 +347,21 @@ class Tides:
         return Phase.COMPARED if self.source.is_compared else Phase.SETTLED
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None before the first step."""
-        return None if self.tide is None else self.tide.plan
-
-    @property
     def profile(self) -> Profile | None:
         """What was observed for the shapes in force; None before the first step."""
         return self.source.profile
 
+    def _in_force(self) -> Tide | None:
+        return self.tide
+
     @property
-    def optimizer_swap(self) -> OptimizerSwap | None:
-        """The handle of the optimizer's state, once a plan has it elsewhere between steps."""
-        return self.placed.handle
+    def _is_over(self) -> bool:
+        return self._end is not None
 
     @property
     def stats(self) -> Stats:
         """What happened under the plan in force; zeros before the first step."""
         return self.tide.stats if self.tide is not None else Stats.nothing()
-
-    @property
-    def live_bytes(self) -> int:
-        """Activations that are on the device now, as lowtide counts them. Unlike `stats`, cheap."""
-        return self.tide.live_bytes if self.tide is not None else 0
 
     @property
     def num_corrections(self) -> int:
@@ -243,47 +376,11 @@ class Tides:
             elif self.tide is not None:
                 self.tide.reset_stats()
 
-    def audit(self) -> Audit:
-        """A context manager around steps of your own: `audit.peak_bytes` is the exact peak on the device inside, in
-        bytes, and `plan.audited_peak_bytes` has it afterwards. See `Tide.audit`.
-
-        The plan in force stays inside: steps that are counted operator by operator say nothing about time, so they are
-        not compared. Where a batch of another shape brings another plan, its peak counts too.
-
-        Raises ConfigError, when it is entered, where no plan is in force (before the first step, after `remove`).
-        """
-
-        def scheduler() -> OffloadScheduler:
-            if self.tide is None or self._end is not None:
-                raise ConfigError("audit: no plan is in force; run a step first")
-            return self.tide._scheduler
-
-        def done(peak_bytes: int | None) -> None:
-            with self.lock:
-                if self.tide is not None and peak_bytes is not None and self.num_forwards != before:
-                    self.tide.audited_peak_bytes = peak_bytes
-                if self.phase is Phase.COMPARED:
-                    self.source.restart(was_audited=True)  # the next comparison is of steps without an audit
-
-        if self.is_audited:
-            raise ConfigError("audit: one audit is open or was used already; leave it, and ask for a new one")
-        before = self.num_forwards
-        of = (self.model, self.placed.optimizer, self.engine.device_type)
-        self._audit = Audit(*of, scheduler=scheduler, done=done)
-        return self._audit
-
-    @property
-    def is_audited(self) -> bool:
-        """Whether an audit is open now."""
-        return self._audit is not None and self._audit.is_open
-
-    def step(self, closure: Callable[[], Any], *, is_local: bool = False, is_joint: bool = False) -> Any:
-        """What `closure()` returns: one micro-batch, which runs again if memory ran out. See `Tide.step`.
-
-        Where plans are made for a budget, one is first made for less; where there is none, and for other plans, the
-        rules of `Tide.step` follow.
-        """
-        return closure() if self._end is not None else self._rollback.run(closure, is_local=is_local, is_joint=is_joint)
+    def _note_audit(self, peak_bytes: int | None) -> None:
+        with self.lock:
+            super()._note_audit(peak_bytes)
+            if self.phase is Phase.COMPARED:
+                self.source.restart(was_audited=True)  # the next comparison is of steps without an audit
 
     def remove(self) -> None:
         """Restore the model exactly, and bring the optimizer's state back. Idempotent.
@@ -300,22 +397,10 @@ class Tides:
         finally:
             self.placed.remove()
 
-    def __enter__(self) -> Tides:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        add_message(error, self._describe_floor)
-        self.remove()
-
     def __repr__(self) -> str:
         budget = "" if self.source.budget_bytes is None else f", budget {format_bytes(self.source.budget_bytes)}"
         plan = "" if self.tide is None else f", plan {self.tide.plan.digest()}"
         return f"<lowtide.Tides {self.phase.value}: engine '{self.engine.name}'{budget}{plan}>"
-
-    def _repr_html_(self) -> str:
-        return notebook_html(repr(self), self.plan)
 
     # -- each forward pass -----------------------------------------------------------------------------------------
 
@@ -403,8 +488,8 @@ class Tides:
                 # Ranks have agreed already, or cannot.
                 how: Any = {"optimizer": self.placed.optimizer, "engine": self.engine, "group": ALONE}
                 tide = apply(self.model, plan, **how, moves_state=False)
-                tide.outlive(self._lease)
-                tide.expect_no_forward()  # a graph of the plan before may be waiting for its backward pass
+                tide._scheduler.lease = self._lease  # it lives as long as any graph of this tide
+                tide._unobserved.end()  # a graph of the plan before may be waiting for its backward pass
                 equip(tide)
             else:
                 tide.resume()
@@ -460,7 +545,6 @@ class Tides:
     # -- out of memory ---------------------------------------------------------------------------------------------
 
     def _tighten(self, error: BaseException, num_tried: int) -> str | None:
-        """After an out-of-memory error, between two attempts: what was done about it, or None."""
         if self._end is not None:
             return None  # since this micro-batch began
         if self.tide is None:
@@ -469,13 +553,6 @@ class Tides:
             self.wrap()
             return None
         return self.source.tighten(error, num_tried)
-
-    def _settle(self) -> None:
-        if self.tide is not None:
-            self.tide.settle()
-
-    def _describe_floor(self) -> str:
-        return self.tide._describe_floor() if self.tide is not None else "It was the step that is observed."
 
 
 class _Lease:

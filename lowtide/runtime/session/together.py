@@ -19,23 +19,26 @@ begin anew.
 from __future__ import annotations
 
 import datetime
-import time
+import functools
+import itertools
 import uuid
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from lowtide.runtime.session.consensus import meet
+from lowtide.tensors.compiled import CompiledMode
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.out_of_memory import is_out_of_memory
-from lowtide.tensors.private import TorchDispatchMode, default_store, ranks_of_group, schema_of
+from lowtide.tensors.private import default_store, ranks_of_group, schema_of
 from lowtide.tensors.ranks import gather
 from lowtide.tensors.wrappers import is_desugared
 
 _PATIENCE = datetime.timedelta(seconds=300)
 """A rank that computes comes to its next meeting within this time."""
 _POLL_SECONDS = 0.0002
-_GO, _STOP = "go", "stop"
 
 
 class JointStepError(RuntimeError):
@@ -47,42 +50,32 @@ class JointStepError(RuntimeError):
         super().__init__(message)
 
 
-class Together:
-    """The ranks of the job, from micro-batch to micro-batch. Made by all of them at once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.store = default_store()
-        self.name = f"lowtide/step/{gather(uuid.uuid4().hex, None)[0]}"
-        self.num_attempts = 0
-
-    def attempt(self) -> Attempt:
-        """The next one, on all ranks."""
-        self.num_attempts += 1
-        return Attempt(self, f"{self.name}/{self.num_attempts}")
+def places() -> Iterator[str]:
+    """Where in the store the attempts of a job meet, one after the other. All ranks ask for the first at once."""
+    name = f"lowtide/step/{gather(uuid.uuid4().hex, None)[0]}"
+    for number in itertools.count(1):
+        yield f"{name}/{number}"
 
 
-class Attempt:
-    """One run of the closure on all ranks. A context manager around it."""
+class Attempt(CompiledMode):
+    """One run of the closure on all ranks, which meet before each collective. A context manager around it."""
 
-    def __init__(self, together: Together, place: str) -> None:
-        self._together = together
-        self._store = together.store
+    def __init__(self, model: nn.Module, place: str) -> None:
+        super().__init__()
+        self._model = model
+        self._store = default_store()
         self._place = place
         self._num_met: dict[str, int] = {}
         """By ranks of a group: collectives so far."""
         self._num_exchanged = 0
-        self.has_sent = False
+        self._has_sent = False
         """It has sent to, or received from, a single rank."""
-        self._gate = _Gate(self)
-
-    def __enter__(self) -> Self:
-        self._gate.__enter__()
-        return self
+        self._kinds: dict[int, str] = {}
+        """Of operators, by identity: the name of a collective; empty for all others."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Raises JointStepError if another rank has failed."""
-        self._gate.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
         if error is None:
             self.meet([*range(dist.get_world_size())])
         elif not isinstance(error, JointStepError):
@@ -93,31 +86,30 @@ class Attempt:
                 f"{self._place}/failed", "", f"{int(is_memory)}rank {dist.get_rank()} {what}: {first}"
             )
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if types and is_desugared(types):
+            return NotImplemented
+        name = self._kinds.get(id(func))
+        if name is None:
+            name = self._kinds[id(func)] = _collective(func)
+        if name in ("send", "recv_", "recv_any_source_"):
+            self._has_sent = True
+        elif name:
+            self.meet(ranks_of_group(args))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
     def meet(self, ranks: list[int]) -> None:
         """Wait until all of `ranks` are here. Raises JointStepError if a rank of the job has failed before."""
         group = "-".join(map(str, ranks))
         number = self._num_met[group] = self._num_met.get(group, 0) + 1
         place = f"{self._place}/{group}/{number}"
-        if not self._all_come(place, len(ranks)):
-            self._raise()
+        has_failed = functools.partial(self._store.check, [f"{self._place}/failed"])
+        if not meet(self._store, place, len(ranks), has_failed, poll_seconds=_POLL_SECONDS):
+            failed = self._store.get(f"{self._place}/failed").decode()
+            raise JointStepError(f"lowtide: {failed[1:]}", is_memory=failed[0] == "1")
         if number > 1 and ranks[0] == dist.get_rank():
             for key in ("count", "decision"):  # all have left the meeting before
                 self._store.delete_key(f"{self._place}/{group}/{number - 1}/{key}")
-
-    def _all_come(self, place: str, num_ranks: int) -> bool:
-        store = self._store
-        if store.add(f"{place}/count", 1) == num_ranks:
-            return store.compare_set(f"{place}/decision", "", _GO) == _GO.encode()
-        while not store.check([f"{place}/decision"]):
-            if store.check([f"{self._place}/failed"]):
-                # The last one may come at this very moment; the first that writes decides for all.
-                return store.compare_set(f"{place}/decision", "", _STOP) == _GO.encode()
-            time.sleep(_POLL_SECONDS)
-        return store.get(f"{place}/decision") == _GO.encode()
-
-    def _raise(self) -> None:
-        failed = self._store.get(f"{self._place}/failed").decode()
-        raise JointStepError(f"lowtide: {failed[1:]}", is_memory=failed[0] == "1")
 
     def exchange(self, value: str) -> list[str]:
         """What every rank says, by rank. Raises JointStepError if one says nothing."""
@@ -137,37 +129,11 @@ class Attempt:
 
     def obstacle(self) -> str | None:
         """Why this rank cannot take the micro-batch back, or None."""
-        if self.has_sent:
+        if self._has_sent:
             return "it has sent to or received from a single rank, which may wait for the rest for ever."
-        if fsdp_modules(self._together.model):
+        if fsdp_modules(self._model):
             return "the model is sharded by FSDP2, which is in the middle of its own work."
         return None
-
-
-class _Gate(TorchDispatchMode):
-    """Has ranks meet before each collective."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __init__(self, attempt: Attempt) -> None:
-        super().__init__()
-        self._attempt = attempt
-        self._kinds: dict[int, str] = {}
-        """Of operators, by identity: the name of a collective; empty for all others."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if types and is_desugared(types):
-            return NotImplemented
-        name = self._kinds.get(id(func))
-        if name is None:
-            name = self._kinds[id(func)] = _collective(func)
-        if name in ("send", "recv_", "recv_any_source_"):
-            self._attempt.has_sent = True
-        elif name:
-            self._attempt.meet(ranks_of_group(args))
-        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _collective(func: Any) -> str:

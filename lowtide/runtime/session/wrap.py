@@ -46,7 +46,6 @@ from lowtide.runtime.recompute.recipe_nodes import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards
 from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in, refuse_compiled
-from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
@@ -382,14 +381,12 @@ def _way_back(layer: LayerTable, given: tuple[tuple, dict]) -> Callable[[], bool
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     versions = [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
     beside = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN]
-    state = take(layer.module, beside=beside or None, code=True)
-    random = RandomState(tensors)
+    state = take(layer.module, beside=beside or None, code=True, devices={tensor.device for tensor in tensors})
 
     def go_back() -> bool:
         if state.lost() or any(version_of(tensor) != version for tensor, version in versions):
             return False
         state.restore()
-        random.set()
         return True
 
     return go_back

@@ -388,7 +388,8 @@ def test_what_is_refused_at_once() -> None:
     with optimize(model, 1 << 30), pytest.raises(lowtide.ConfigError) as caught:
         lowtide.optimize(model, budget="1GiB")
     assert (
-        str(caught.value) == "lowtide.optimize: this model is already under a lowtide plan; call remove() on it first"
+        str(caught.value)
+        == "lowtide.optimize: this model is already under a lowtide plan; call remove() on that tide first"
     )
     with lowtide.apply(model, {"swap": "none"}), pytest.raises(lowtide.ConfigError, match="already under a lowtide"):
         lowtide.optimize(model, budget="1GiB")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lowtide.core.plan import Plan
 from lowtide.errors import BudgetError
-from lowtide.runtime.session.consensus import PlanConsensus, agreed, meet
+from lowtide.runtime.session.consensus import PlanConsensus, after, agreed, meet
 from lowtide.tensors.ranks import ALONE, any_rank, gather
 from tests.support import two_ranks
 
@@ -39,20 +39,20 @@ class LateStore:
         self.num_looks -= 1
         if self.num_looks == 0:
             assert not found
-            self.others.append(meet(self.inner, PLACE, 2, 0.0))
+            self.others.append(meet(self.inner, PLACE, 2, after(0.0)))
         return found
 
 
 def test_who_comes_while_another_loses_patience_is_still_met() -> None:
     store = LateStore(1)
-    assert meet(store, PLACE, 2, -1.0) is True  # type: ignore[arg-type]
+    assert meet(store, PLACE, 2, after(-1.0)) is True  # type: ignore[arg-type]
     assert store.others == [True]
 
 
 def test_who_comes_too_late_learns_that_nobody_waited() -> None:
     store = dist.HashStore()
-    assert meet(store, PLACE, 2, 0.01) is False
-    assert meet(store, PLACE, 2, 10.0) is False
+    assert meet(store, PLACE, 2, after(0.01)) is False
+    assert meet(store, PLACE, 2, after(10.0)) is False
 
 
 @pytest.mark.parametrize("patience_seconds", [0.0, 0.002, 600.0])
@@ -62,7 +62,7 @@ def test_all_get_the_same_answer(num_ranks: int, patience_seconds: float) -> Non
         store, answers = dist.HashStore(), []
 
         def come(store: Any = store, answers: list[bool] = answers) -> None:
-            answers.append(meet(store, PLACE, num_ranks, patience_seconds))
+            answers.append(meet(store, PLACE, num_ranks, after(patience_seconds)))
 
         threads = [threading.Thread(target=come) for _ in range(num_ranks)]
         for thread in threads:

@@ -13,7 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.core.budget import DeviceMemory
 from lowtide.core.log import Listener
-from lowtide.runtime.autopilot import optimize as door
+from lowtide.runtime.autopilot import autopilot as door
 from lowtide.timeline.step import Link
 from tests.support.virtual_engine import VirtualEngine
 

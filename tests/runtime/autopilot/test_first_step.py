@@ -15,7 +15,7 @@ from lowtide.core.decisions import AccountLine, Prediction
 from lowtide.core.log import Listener
 from lowtide.core.plan import Plan
 from lowtide.runtime.autopilot.measure import StepWatch
-from lowtide.runtime.session.tide import plan_message
+from lowtide.runtime.session.handle import plan_message
 from lowtide.units import GIB, MIB
 from tests.support.virtual_engine import VirtualEngine, virtual
 
@@ -27,6 +27,8 @@ PREDICTED = Prediction(
 
 class Clocked:
     """An engine whose clock goes on by a second with each look."""
+
+    device_type = "virtual"
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,7 +44,7 @@ class Clocked:
 def backward(first: StepWatch) -> None:
     first.begin_pass()
     output = torch.ones(2, requires_grad=True) * 2
-    first.follow_first(output)
+    first.follow(output, None, is_compared=False)  # type: ignore[arg-type]
     output.sum().backward()
 
 
@@ -63,7 +65,7 @@ def test_a_graph_that_goes_backward_twice_counts_once() -> None:
     first = StepWatch(Clocked())  # type: ignore[arg-type]
     first.begin_pass()
     output = torch.ones(2, requires_grad=True) * 2
-    first.follow_first(output)
+    first.follow(output, None, is_compared=False)  # type: ignore[arg-type]
     loss = output.sum()
     loss.backward(retain_graph=True)
     loss.backward()

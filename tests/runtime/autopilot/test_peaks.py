@@ -227,14 +227,15 @@ def test_a_plan_that_fits_nothing_holds_no_output_of_the_forward_pass_that_asked
 
 def test_the_watch_looks_at_the_end_of_each_backward_pass() -> None:
     watch = StepWatch(Readings([], list(range(10))))
+    watch.is_first_told = True
     x = torch.ones(2, requires_grad=True)
     loss = x.exp().sum()
-    watch.follow_peak({"loss": loss})
+    watch.follow({"loss": loss}, Totals(), is_compared=True)
     assert watch.peak_bytes == 0
     loss.backward(retain_graph=True)
     loss.backward()
     assert watch.peak_bytes == 2
-    watch.follow_peak(torch.ones(1))  # nothing to wait for
+    watch.follow(torch.ones(1), Totals(), is_compared=True)  # nothing to wait for
     assert watch.peak_bytes == 3
 
 
@@ -273,8 +274,9 @@ def test_what_the_loop_takes_is_measured_from_the_end_of_forward_to_the_start_of
     x = torch.ones(5, requires_grad=True)
     for extra, peak in ((70, 190), (70, 190)):  # 190 - 100 - 20 of the gradient; the second time less
         output = x.exp()
-        watch.follow_loop(output)
-        output.square().mean().backward()
+        is_over = watch.begin_loop(output)
+        assert is_over is not None
+        is_over()
         assert (watch.loop_extra_bytes, watch.loop_peak_bytes) == (extra, peak)
     assert engine.num_resets == 4
     watch.restart_totals(Totals())
@@ -286,16 +288,15 @@ def test_a_loss_of_the_model_itself_and_two_forward_passes_are_not_measured() ->
     watch = StepWatch(engine)
     x = torch.ones(5, requires_grad=True)
     loss = x.exp().sum()
-    watch.follow_loop(loss)
-    loss.backward()
-    watch.follow_loop(torch.ones(5))
+    assert watch.begin_loop(loss) is None
+    assert watch.begin_loop(None) is None
     assert engine.num_resets == 0
-    first, second = x.exp(), x.exp()
-    watch.follow_loop(first)
-    watch.follow_loop(second)
-    (first + second).sum().backward()
+    is_over = watch.begin_loop(x.exp())
+    assert watch.begin_loop(x.exp()) is None
+    assert is_over is not None
+    is_over()
     assert (watch.loop_extra_bytes, engine.num_resets) == (0, 1)
-    watch.follow_loop(x.exp())  # a device that does not count
+    assert watch.begin_loop(x.exp()) is None  # a device that does not count
     assert engine.num_resets == 1
 
 

@@ -13,8 +13,7 @@ import lowtide
 from lowtide.config.memory import load_memory
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
-from lowtide.runtime.session.observer import StepObserver
-from lowtide.runtime.session.tides import IN_FORCE, Phase, Tides
+from lowtide.runtime.session.tides import IN_FORCE, Phase, StepObserver, Tides
 from lowtide.timeline.step import Link
 from tests.support.virtual_engine import VirtualEngine, virtual
 
@@ -72,7 +71,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Phase, Phase]]:
     handles: dict[int, Tides] = {}
 
     def look(handle: Tides) -> None:
-        if not hasattr(handle, "_rollback"):  # it is being made
+        if not hasattr(handle, "_inside"):  # it is being made
             return
         before, now = last.get(id(handle), Phase.WAITING), handle.phase
         handles[id(handle._observer)] = handle

@@ -225,8 +225,8 @@ def test_activations_and_state_share_what_the_host_may_take() -> None:
     memory = {"optimizer": "swap", "swap": "all", "min_bytes": "1B", "host_budget": STATE_BYTES + 40_000}
     with lowtide.apply(model, memory, optimizer=optimizer, engine=virtual(0)) as tide:
         losses = train(model, optimizer)
-        assert tide._placed is not None and tide._placed._engine is not None
-        engines = (tide._placed.beside, tide._placed._engine)
+        assert tide.placed is not None and tide.placed._engine is not None
+        engines = (tide.placed.beside, tide.placed._engine)
         loss = model(rows(9))
         activations, state = (engine.memory_in_use() for engine in engines)
         assert state == {"host": STATE_BYTES, "disk": 0}
