@@ -21,7 +21,7 @@ _LOADED = (
     "transformers.models.llama.modeling_llama",  # one that is not installed is passed over
     # Not the autopilot: a fixed plan must not load it (runtime/autopilot/test_objects_alive.py).
     *("lowtide.runtime.session.apply", "lowtide.planner.plan_profile", "lowtide.pipeline.execute"),
-    *("lowtide.mindformers.follow", "lowtide.cli.run_step", "pytest"),
+    *("lowtide.mindformers.follow", "lowtide.cli.run_file", "pytest"),
 )
 Process = multiprocessing.context.ForkServerProcess
 End = tuple[int | None, str, str]
