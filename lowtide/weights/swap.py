@@ -45,6 +45,7 @@ from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
 from lowtide.profiling.layers import MIN_BYTES, can_move, find_layers, times_used
 from lowtide.runtime.saved.handle import Kept, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, patched_module
+from lowtide.runtime.session.wrap import NO_HOOKS
 from lowtide.tensors.compiled import compiled_parts
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, swapped_weights_of
@@ -487,6 +488,14 @@ class WeightSwap:
                 kind = FORWARD if current_autograd_node() is None else "again"
                 with self._moves.using((kind, unit.name), unit.items), self._holding_saved():
                     output = forward(*args, **kwargs)
+            except RuntimeError as error:
+                if NO_HOOKS not in str(error):
+                    raise
+                raise ConfigError(
+                    f"{_CALL}: '{unit.name}' ({type(unit.module).__name__}) uses torch.func (grad, vjp, jacrev or "
+                    "hessian), around which PyTorch allows no saved-tensor hooks, so its weights cannot come and go; "
+                    "swap the optimizer's state alone (swap_optimizer)"
+                ) from error
             finally:
                 self._open.remove(unit)
             if torch.is_grad_enabled():

@@ -323,6 +323,29 @@ def test_refusals_say_what_and_why(text: str, call: Callable[[nn.Module, Any], o
         call(model, optimizer)
 
 
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (N, 128) -> (N, 128)
+        return torch.func.grad(lambda y: self.inner(y).square().sum())(x)
+
+
+def test_torch_func_in_a_layer_is_refused_by_name() -> None:
+    model = nn.Sequential(*(Functional() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = copy.deepcopy(model.state_dict())
+    with lowtide.swap_weights(model, optimizer, min_bytes=1), pytest.raises(lowtide.ConfigError) as caught:
+        model(torch.randn(4, 128))
+    assert str(caught.value) == (
+        "lowtide.swap_weights: '0' (Functional) uses torch.func (grad, vjp, jacrev or hessian), around which PyTorch "
+        "allows no saved-tensor hooks, so its weights cannot come and go; swap the optimizer's state alone "
+        "(swap_optimizer)"
+    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_fsdp2_is_refused_by_name() -> None:
     model, optimizer, *_ = two()
     sharded = type("Sharded", (Small, fsdp.FSDPModule), {})

@@ -336,7 +336,8 @@ def foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
 # -- layers that use torch.func ----------------------------------------------------------------------------------------
 
 
-_REFUSAL = "don't yet support saved tensor hooks"
+NO_HOOKS = "don't yet support saved tensor hooks"
+"""Of the error with which torch.func refuses to run inside of saved-tensor hooks."""
 
 
 def run_allowing_transforms(
@@ -354,7 +355,7 @@ def run_allowing_transforms(
     try:
         return hooked(*args, **kwargs)
     except RuntimeError as error:
-        if _REFUSAL not in str(error):
+        if NO_HOOKS not in str(error):
             raise
         layer.uses_transforms = True
         where = f"'{layer.name}'" if layer.name else "the model"
