@@ -135,7 +135,7 @@ class Rig:
             self.tide.close()
         elif self.tide is not None:
             self.tide.remove()
-        self.tide = None
+        self.tide, self._is_suspended = None, False
         if self.swap is not None and not is_optimizer:
             self.swap.remove()
         self.swap = None
