@@ -247,6 +247,13 @@ class WeightMoves:
         with self.lock, quiet():
             self._bring(tuple(items))
 
+    def arrive(self) -> None:
+        """Have what is on its way arrive: the loop's own code runs next, and what it writes through `.data` would go to
+        a slot that was read already."""
+        with self.lock, quiet():
+            for item in [each for each in self._here if each.event is not None]:
+                self._arrive(item)
+
     @property
     def _taken_bytes(self) -> int:
         """What is on the device, and what is about to be made there."""

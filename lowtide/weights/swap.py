@@ -54,6 +54,8 @@ from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
     current_autograd_node,
+    current_graph_task_id,
+    queue_callback,
     storage_key,
     top_saved_tensors_hooks,
     tree_leaves,
@@ -343,6 +345,8 @@ class WeightSwap:
         self._open: list[_Unit] = []
         """Parts whose forward runs now, from the outside in."""
         self._used: set[_Unit] = set()
+        self._pass = -1
+        """The backward pass that was seen last."""
         self._has_warned = False
         self._undo: list[Callable[[], Any]] = []
         self.optimizer_swap: OptimizerSwap | None = None
@@ -507,7 +511,10 @@ class WeightSwap:
         return around
 
     def _around_model(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        output = forward(*args, **kwargs)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._moves.arrive()
         if not torch.is_grad_enabled():
             self.flush()  # no backward follows, and who reads or writes weights now is to find all of them alike
         return output
@@ -525,6 +532,10 @@ class WeightSwap:
         key = ("backward", unit.name)
         if any(item.slot is None for item in unit.items):
             return  # of a graph that is older than `remove()`
+        running = current_graph_task_id()
+        if running not in (-1, self._pass):
+            self._pass = running
+            queue_callback(self._moves.arrive)
         if self._moves.last != key:
             away = [item for item in unit.gradients if item.is_away]
             new = tuple(item for item in unit.gradients if item.tensor is None)

@@ -165,6 +165,29 @@ def test_a_habit_between_what_is_accumulated(habit: Callable[[nn.Module], None],
         assert_alike(model, plain)
 
 
+@pytest.mark.parametrize("habit", [_scale_data_of_gradients, _write_data], ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize("place", ["between two passes", "after them"])
+def test_a_habit_beside_a_graph_that_is_used_twice(habit: Callable[[nn.Module], None], place: str) -> None:
+    """After the last layer of a pass the first of the next one could be on its way."""
+    model, optimizer, plain, plain_optimizer = two()
+    for layer in model.layers:
+        layer.register_full_backward_pre_hook(_rest)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine="host") as handle:
+        handle._moves.window_bytes = ROOMY
+        for _ in range(3):
+            for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+                loss = each(TOKENS)
+                loss.backward(retain_graph=True)
+                if place == "between two passes":
+                    habit(each)
+                loss.backward()
+                if place == "after them":
+                    habit(each)
+                its_own.step()
+                its_own.zero_grad()
+        assert_alike(model, plain)
+
+
 def test_a_weight_that_is_written_to_while_it_is_on_its_way() -> None:
     """A layer halves a weight of the one after it, in place, before that one's turn."""
     model, optimizer, plain, plain_optimizer = two()
