@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_284,
+    "lines": 58_280,
     "files": 242,
     "classes": 517,
     "files that one other file imports": 33,

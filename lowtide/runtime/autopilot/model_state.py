@@ -32,7 +32,7 @@ from torch import nn
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import BACKWARD_HOOKS, FORWARD_HOOKS, own_modules, own_parameters
 
-_PLAIN = (bool, int, float, str, type(None), frozenset)
+_PLAIN = frozenset((bool, int, float, str, type(None), frozenset))
 _NUMBERS = (int, float)
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
 
@@ -123,15 +123,16 @@ class ModelState:
         return self.num_structures, trained, hooks, self._settings(), _attention(), self.num_unseen
 
     def _settings(self) -> tuple[Any, ...]:
-        return tuple(map(dict.get, *self._places))
+        found = tuple(map(dict.get, *self._places))
+        # A forward may have put something else there, such as a tensor, which cannot be compared.
+        return found if _PLAIN.issuperset(map(type, found)) else tuple(map(_plain, found))
 
     def _note(self) -> int:
         """The number of the state that was just read; a new one if it is new."""
-        key = _key(self._now)
-        if key not in self._number_of:
+        if self._now not in self._number_of:
             self._num_states += 1
-            self._number_of[key] = self._num_states
-        return self._number_of[key]
+            self._number_of[self._now] = self._num_states
+        return self._number_of[self._now]
 
     def _leave_out(self, places: Iterable[int]) -> None:
         """These settings decide nothing from now on. The state stays the one that it is."""
@@ -144,7 +145,7 @@ class ModelState:
         self._places = [owners[i] for i in stays], [names[i] for i in stays]
         self._now = _with_settings(self._now, stays)
         self._number_of = {_with_settings(key, stays): number for key, number in self._number_of.items()}
-        self._number_of[_key(self._now)] = self._number
+        self._number_of[self._now] = self._number
 
     def _difference(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
         if now[0] != before[0]:
@@ -159,11 +160,6 @@ class ModelState:
             return "it saves other tensors than before"
         pairs = zip(self._places[1], before[3], now[3], strict=True)
         return next(f"{name} is {new}, not {old}" for name, old, new in pairs if old != new)
-
-
-def _key(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What two equal states have in common."""
-    return (*state[:3], tuple(map(_plain, state[3])), *state[4:])
 
 
 def _with_settings(state: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:

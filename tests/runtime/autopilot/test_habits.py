@@ -412,3 +412,33 @@ class Scaled(nn.Module):
         for _ in range(self.rounds[0]):
             x = self.linear(x).tanh()
         return x.square().sum() * (1.0 if self.scales is None else next(self.scales))
+
+
+class Remembers(nn.Module):
+    """Its last output stays with it, in training alone, where there was a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.last: Any = 0
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 16) -> scalar
+        for layer in self.layers:
+            x = x + layer(x)
+        if self.training:
+            self.last = x.detach()
+        return x.square().mean()
+
+
+def test_a_setting_that_becomes_a_tensor_is_compared_by_its_kind() -> None:
+    torch.manual_seed(0)
+    model = Remembers()
+    x = torch.randn(8, 16)
+    with lowtide.optimize(model, budget="1GiB", engine=virtual(1)) as tide:
+        for step in range(6):
+            model.train(step % 2 == 0)
+            if step == 3:
+                model.last = 0
+            model(x + step).backward()
+        assert isinstance(model.last, Tensor)
+        assert len(tide.events) <= 4
