@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_280,
+    "lines": 58_289,
     "files": 242,
     "classes": 517,
     "files that one other file imports": 33,
-    "classes with more than 15 attributes": 17,
+    "classes with more than 15 attributes": 16,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,

@@ -44,7 +44,14 @@ import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
 from lowtide.errors import TierFull
-from lowtide.tensors.private import DisableFuncTorch, disable_current_modes, storage_key, version_of
+from lowtide.tensors.private import (
+    DisableFuncTorch,
+    current_graph_task_id,
+    disable_current_modes,
+    queue_callback,
+    storage_key,
+    version_of,
+)
 from lowtide.tensors.view import Shape, byte_view
 
 _POLL_SECONDS = 1e-4
@@ -159,6 +166,8 @@ class WeightMoves:
         """Uses that no other kind of use fetches ahead: what runs before them (clipping, code of the user between
         backward and step) may write to what is away, and through `.data` without a version."""
         self._next: dict[Use, Use] = {}
+        self._pass = -1
+        """The backward pass that was seen last."""
         self.last: Use | None = None
         """The name of the use that began last."""
         self._distance: dict[Movable, int] = {}
@@ -253,6 +262,13 @@ class WeightMoves:
         with self.lock, quiet():
             for item in [each for each in self._here if each.event is not None]:
                 self._arrive(item)
+
+    def arrive_at_the_end(self) -> None:
+        """`arrive` when the backward pass that runs now is over."""
+        running = current_graph_task_id()
+        if running not in (-1, self._pass):
+            self._pass = running
+            queue_callback(self.arrive)
 
     @property
     def _taken_bytes(self) -> int:

@@ -54,8 +54,6 @@ from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
     current_autograd_node,
-    current_graph_task_id,
-    queue_callback,
     storage_key,
     top_saved_tensors_hooks,
     tree_leaves,
@@ -345,8 +343,6 @@ class WeightSwap:
         self._open: list[_Unit] = []
         """Parts whose forward runs now, from the outside in."""
         self._used: set[_Unit] = set()
-        self._pass = -1
-        """The backward pass that was seen last."""
         self._has_warned = False
         self._undo: list[Callable[[], Any]] = []
         self.optimizer_swap: OptimizerSwap | None = None
@@ -532,10 +528,7 @@ class WeightSwap:
         key = ("backward", unit.name)
         if any(item.slot is None for item in unit.items):
             return  # of a graph that is older than `remove()`
-        running = current_graph_task_id()
-        if running not in (-1, self._pass):
-            self._pass = running
-            queue_callback(self._moves.arrive)
+        self._moves.arrive_at_the_end()
         if self._moves.last != key:
             away = [item for item in unit.gradients if item.is_away]
             new = tuple(item for item in unit.gradients if item.tensor is None)
