@@ -53,13 +53,14 @@ class TideCallback(Callback):
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"TideCallback: needs one optimizer, and there are {len(trainer.optimizers)}")
         module = module_that_runs(pl_module, self._module)
-        settings = {
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches > 1 and trainer.accumulate_grad_batches,
-            "precision": trainer.precision == "16-mixed" and trainer.precision,
-        }
-        needs = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
-        self.attached.attach(module, trainer.optimizers[0], speaks=trainer.is_global_zero, needs=needs)
+        needs = []
+        if trainer.gradient_clip_val:
+            needs.append(f"gradient_clip_val={trainer.gradient_clip_val}")
+        if trainer.accumulate_grad_batches > 1:
+            needs.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
+        if trainer.precision == "16-mixed":
+            needs.append("precision='16-mixed'")
+        self.attached.attach(module, trainer.optimizers[0], speaks=trainer.is_global_zero, needs=", ".join(needs))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.attached.step_begins()

@@ -42,7 +42,7 @@ _RESERVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""
 _WAY_OUT_SECONDS = 2.0
 _USUAL_ITEMS = 1_000
-"""The time limit is for so many; a larger step may take as many times as long."""
+"""The time limit is for steps of up to so many items. A step of twice as many may take twice as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

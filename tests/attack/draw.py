@@ -224,6 +224,7 @@ def any_draw(seed: int) -> Draw:
     num_samples = r.choice((4, 4, 4, 64))
     rare = Random(f"{seed} rare")
     sides += ("writes_gradients",) if rare.random() < 0.05 else ()
+    sides += ("unscales_gradients",) if Random(f"{seed} unscales").random() < 0.05 else ()
     sides += ("freezes_between",) if state != "stays" and "freezes_between" not in sides and rare.random() < 0.1 else ()
     draw = Draw(seed, model, way, core, sides, optimizer, plan, engine, num_samples, state=state)
     if draw.updates_early:

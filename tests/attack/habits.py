@@ -819,7 +819,18 @@ class WritesGradients(Side):
                 gradient.data.view(-1)[r.randrange(gradient.numel())] += 0.25
 
 
-RARE_SIDES: dict[str, type[Side]] = {"writes_gradients": WritesGradients}
+class UnscalesGradients(Side):
+    """As a `GradScaler` does before the step, by a kernel whose writes no version counts."""
+
+    is_lean = True
+
+    def after(self, run: Run, step: int) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(run.optimizer)
+
+
+RARE_SIDES: dict[str, type[Side]] = {"writes_gradients": WritesGradients, "unscales_gradients": UnscalesGradients}
 WORD_SIDES: dict[str, type[Side]] = {
     "reads_logits": ReadsLogits,
     "writes_logits": WritesLogits,

@@ -121,30 +121,9 @@ def _rest(*_: object) -> None:
     time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "habit", [_clip, _scale_data_of_gradients, _write, _write_data], ids=lambda habit: habit.__name__
-)
-def test_a_habit_between_backward_and_step(habit: Callable[[nn.Module], None]) -> None:
-    """From the second step on, what the update needs could be on its way already when it is written to."""
-    model, optimizer, plain, plain_optimizer = two()
-    for layer in model.layers:
-        layer.register_full_backward_pre_hook(_rest)
-    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine="host") as handle:
-        handle._moves.window_bytes = ROOMY
-        for _ in range(3):
-            for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
-                each(TOKENS).backward()
-                habit(each)
-                its_own.step()
-                its_own.zero_grad()
-        assert_alike(model, plain)
-
-
-@pytest.mark.parametrize("habit", [_scale_data_of_gradients, _write_data], ids=lambda habit: habit.__name__)
-@pytest.mark.parametrize("place", ["between forward and backward", "between micro-batches"])
-def test_a_habit_between_what_is_accumulated(habit: Callable[[nn.Module], None], place: str) -> None:
-    """From the second step on, what the next pass needs could be on its way when the loop writes to it, which no
-    version counts."""
+def _same_as_plain(one_step: Callable[[nn.Module], None]) -> None:
+    """Three steps with swapped weights and without. Each copy ends before the next layer begins, so that much has been
+    fetched ahead when the loop's own code runs."""
     model, optimizer, plain, plain_optimizer = two()
     for layer in model.layers:
         layer.register_forward_pre_hook(_rest)
@@ -153,39 +132,58 @@ def test_a_habit_between_what_is_accumulated(habit: Callable[[nn.Module], None],
         handle._moves.window_bytes = ROOMY
         for _ in range(3):
             for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
-                for micro in range(3):
-                    loss = each(TOKENS)
-                    if micro and place.endswith("backward"):
-                        habit(each)
-                    loss.backward()
-                    if place.endswith("batches"):
-                        habit(each)
+                one_step(each)
                 its_own.step()
                 its_own.zero_grad()
         assert_alike(model, plain)
+
+
+@pytest.mark.parametrize(
+    "habit", [_clip, _scale_data_of_gradients, _write, _write_data], ids=lambda habit: habit.__name__
+)
+def test_a_habit_between_backward_and_step(habit: Callable[[nn.Module], None]) -> None:
+    """From the second step on, what the update needs could be on its way already when it is written to."""
+
+    def one_step(model: nn.Module) -> None:
+        model(TOKENS).backward()
+        habit(model)
+
+    _same_as_plain(one_step)
+
+
+@pytest.mark.parametrize("habit", [_scale_data_of_gradients, _write_data], ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize("place", ["between forward and backward", "between micro-batches"])
+def test_a_habit_between_what_is_accumulated(habit: Callable[[nn.Module], None], place: str) -> None:
+    """From the second step on, what the next pass needs could be on its way when the loop writes to it, which no
+    version counts."""
+
+    def one_step(model: nn.Module) -> None:
+        for micro in range(3):
+            loss = model(TOKENS)
+            if micro and place.endswith("backward"):
+                habit(model)
+            loss.backward()
+            if place.endswith("batches"):
+                habit(model)
+
+    _same_as_plain(one_step)
 
 
 @pytest.mark.parametrize("habit", [_scale_data_of_gradients, _write_data], ids=lambda habit: habit.__name__)
 @pytest.mark.parametrize("place", ["between two passes", "after them"])
 def test_a_habit_beside_a_graph_that_is_used_twice(habit: Callable[[nn.Module], None], place: str) -> None:
     """After the last layer of a pass the first of the next one could be on its way."""
-    model, optimizer, plain, plain_optimizer = two()
-    for layer in model.layers:
-        layer.register_full_backward_pre_hook(_rest)
-    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine="host") as handle:
-        handle._moves.window_bytes = ROOMY
-        for _ in range(3):
-            for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
-                loss = each(TOKENS)
-                loss.backward(retain_graph=True)
-                if place == "between two passes":
-                    habit(each)
-                loss.backward()
-                if place == "after them":
-                    habit(each)
-                its_own.step()
-                its_own.zero_grad()
-        assert_alike(model, plain)
+
+    def one_step(model: nn.Module) -> None:
+        loss = model(TOKENS)
+        loss.backward(retain_graph=True)
+        if place == "between two passes":
+            habit(model)
+        loss.backward()
+        if place == "after them":
+            habit(model)
+
+    _same_as_plain(one_step)
 
 
 def test_a_weight_that_is_written_to_while_it_is_on_its_way() -> None:
