@@ -53,9 +53,7 @@ class TideCallback(Callback):
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"TideCallback: needs one optimizer, and there are {len(trainer.optimizers)}")
         module = module_that_runs(pl_module, self._module)
-        needs = []
-        if trainer.gradient_clip_val:
-            needs.append(f"gradient_clip_val={trainer.gradient_clip_val}")
+        needs = [f"gradient_clip_val={trainer.gradient_clip_val}"] if trainer.gradient_clip_val else []
         if trainer.accumulate_grad_batches > 1:
             needs.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
         if trainer.precision == "16-mixed":
