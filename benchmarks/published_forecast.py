@@ -152,7 +152,7 @@ def traced(run: Run, hardware: Hardware) -> tuple[Profile, dict[str, int]]:
     import torch
 
     from benchmarks.compiled_times import of_all, of_layers
-    from lowtide.loss.attach import sliced_where
+    from lowtide.loss.attach import attach_where
     from lowtide.profiling.fake.trace import trace
 
     with torch.device("meta"):
@@ -163,7 +163,7 @@ def traced(run: Run, hardware: Hardware) -> tuple[Profile, dict[str, int]]:
     tokens = torch.empty(run.batch, run.seq, dtype=torch.int64, device="meta")
     if run.model == "mpt":
         model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
-    with sliced_where(model, may=run.loss == "chunked", must=run.loss == "chunked"):
+    with attach_where(model, may=run.loss == "chunked", must=run.loss == "chunked"):
         profile = trace(
             model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer,
             price=(of_layers if "torchtitan" in run.source else of_all) if run.mode == "compiled" else None,

@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_289,
+    "lines": 58_080,
     "files": 242,
-    "classes": 517,
+    "classes": 507,
     "files that one other file imports": 33,
-    "classes with more than 15 attributes": 16,
+    "classes with more than 15 attributes": 13,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,

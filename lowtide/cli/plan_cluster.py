@@ -216,7 +216,8 @@ class ShardedRank:
         """As plain data."""
         sharding = self.sharding
         whose = {"ranks": sharding.ranks, "replicas": sharding.replicas, "cluster": self.cluster.name}
-        return whose | dataclasses.asdict(step)
+        seconds = ("step_seconds", "network_seconds", "exposed_seconds", "slowed_seconds", "copy_seconds")
+        return whose | {name: getattr(step, name) for name in seconds}
 
     def lines(self, step: NetworkStep) -> list[str]:
         replicas = f", {self.sharding.replicas} replicas" if self.sharding.replicas > 1 else ""

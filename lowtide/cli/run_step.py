@@ -28,7 +28,7 @@ from lowtide.core.profile import Profile
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
-from lowtide.loss.attach import sliced_where
+from lowtide.loss.attach import attach_where
 from lowtide.planner.advice import ACTIVATIONS, GRADIENTS, HALF_A_BATCH, LOSS, OPTIMIZER, STEP, WEIGHTS, Change
 from lowtide.profiling.fake.trace import trace
 from lowtide.profiling.observe_step import observe
@@ -141,8 +141,8 @@ def layer_bytes(run: RunConfig, layers: Sequence[str]) -> dict[str, int]:
     return {layer: sum(p.nbytes for name, p in weights.items() if name.startswith(f"{layer}.")) for layer in layers}
 
 
-def _sliced_as_asked(run: RunConfig, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    return sliced_where(model, **(run.memory or MemoryConfig()).slices_loss)
+def _sliced_as_asked(run: RunConfig, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    return attach_where(model, **(run.memory or MemoryConfig()).slices_loss)
 
 
 def _refuse_split_experts(run: RunConfig) -> None:

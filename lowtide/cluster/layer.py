@@ -23,6 +23,7 @@ from functools import cached_property
 
 from lowtide.cluster.layout import Batch, Layout
 from lowtide.cluster.shape import DENSE, ModelShape
+from lowtide.cluster.step import StageTimes
 from lowtide.config.run import ParallelConfig
 from lowtide.timeline.cluster import Cluster, all_to_all_seconds, ring_seconds
 from lowtide.timeline.hardware import Hardware
@@ -65,24 +66,15 @@ class Layer:
     expert_parameters: int
 
     @cached_property
-    def forward_seconds(self) -> float:
-        return sum(op.seconds for op in self.ops)
-
-    @cached_property
-    def input_seconds(self) -> float:
-        return sum(op.input_seconds for op in self.ops)
-
-    @cached_property
-    def weight_seconds(self) -> float:
-        return sum(op.weight_seconds for op in self.ops)
-
-    @cached_property
-    def collective_seconds(self) -> float:
-        return sum(op.collective_seconds for op in self.ops)
-
-    @cached_property
-    def exchange_seconds(self) -> float:
-        return sum(op.exchange_seconds for op in self.ops)
+    def times(self) -> StageTimes:
+        """Of a stage of this layer alone."""
+        return StageTimes(
+            forward=sum(op.seconds for op in self.ops),
+            backward_input=sum(op.input_seconds for op in self.ops),
+            backward_weight=sum(op.weight_seconds for op in self.ops),
+            collective=sum(op.collective_seconds for op in self.ops),
+            exchange=sum(op.exchange_seconds for op in self.ops),
+        )
 
     @cached_property
     def saved_bytes(self) -> int:

@@ -384,8 +384,7 @@ class Planner:
         columns = shape.vocabulary / layout.tensor
         head = hardware.op_seconds(2.0 * place.tokens * shape.hidden * columns, 0, "bfloat16")
         kinds = shape.kinds
-        of_kind = {kind: _layer_times(layer) for kind, layer in layers.items()}
-        plain = {kind: times.plain for kind, times in of_kind.items()}
+        plain = {kind: layer.times.plain for kind, layer in layers.items()}
         costs = [plain[kind] for kind in kinds]
         counts = split_layers(costs, layout.num_stages, first=2 * embed, last=3 * head, wanted=place.config.layers)
         stages, times, start = [], [], 0
@@ -401,7 +400,7 @@ class Planner:
                     head_bytes=self._loss_bytes(place.tokens * columns, layout) if is_last else 0,
                 )
             )
-            each = [of_kind[kind] for kind in mine]
+            each = [layers[kind].times for kind in mine]
             extra = (embed if is_first else 0.0) + (head if is_last else 0.0)
             times.append(
                 StageTimes(
@@ -477,18 +476,8 @@ def _fullness(draft: Draft, rank: int) -> float:
     return task.state_bytes + saved
 
 
-def _layer_times(layer: Layer) -> StageTimes:
-    return StageTimes(
-        forward=layer.forward_seconds,
-        backward_input=layer.input_seconds,
-        backward_weight=layer.weight_seconds,
-        collective=layer.collective_seconds,
-        exchange=layer.exchange_seconds,
-    )
-
-
 def _all_again(times: StageTimes, stage: Stage, layers: Mapping[str, Layer]) -> StageTimes:
     """Every layer runs its forward once more, collectives and all-to-all included."""
-    again = sum(layers[kind].forward_seconds + layers[kind].collective_seconds for kind in stage.kinds)
-    exchange = sum(layers[kind].exchange_seconds for kind in stage.kinds)
+    each = [layers[kind].times for kind in stage.kinds]
+    again, exchange = sum(its.forward + its.collective for its in each), sum(its.exchange for its in each)
     return dataclasses.replace(times, recompute=again, recompute_exchange=exchange)

@@ -17,6 +17,7 @@ collectives that wait for a slower rank.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,30 +46,6 @@ class Sharding:
     """Whether collectives have buffers of their own, as FSDP2's have; FSDP1 gathers into the parameters' own memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkStep:
-    """A step with its network lane. Seconds."""
-
-    step_seconds: float
-    network_seconds: float
-    """That the lane is busy."""
-    exposed_seconds: float
-    """That compute waits for it."""
-    slowed_seconds: float
-    """By which compute is slower beside it."""
-    copy_seconds: float
-    """Of copies between parameters and the buffers of collectives."""
-
-
-@dataclass(slots=True)
-class _Segment:
-    """Consecutive operators of one unit. `unit` None: outside of the layers."""
-
-    unit: str | None
-    seconds: float
-    is_backward: bool
-
-
 def play_network(
     profile: Profile, layer_bytes: Mapping[str, int], sharding: Sharding, cluster: Cluster, hardware: Hardware
 ) -> NetworkStep:
@@ -78,114 +55,113 @@ def play_network(
     model. Layers that run again (planner/rerun_layers.py) may already stand in the profile.
     """
     root_bytes = profile.state.parameters - sum(layer_bytes.values())
-    play = _Play(layer_bytes, _Costs(sharding, cluster, hardware), cluster.overlap_share)
-    play.gather_root(root_bytes)
-    segments = _segments(profile, layer_bytes)
-    for is_backward in (False, True):
-        play.run([segment for segment in segments if segment.is_backward == is_backward], is_backward=is_backward)
-    play.reduce_root(root_bytes)
-    return NetworkStep(
-        step_seconds=max(play.now, play.lane),
-        network_seconds=play.busy,
-        exposed_seconds=play.waited,
-        slowed_seconds=play.slowed,
-        copy_seconds=play.copied,
-    )
+    step = NetworkStep(sharding, cluster, hardware)
+    step.wait(step.gather(root_bytes))
+    step.copy_out(root_bytes)
+    for is_backward, operators in itertools.groupby(
+        enumerate(zip(profile.op_names, profile.op_seconds, strict=True)), lambda op: op[0] >= profile.num_forward_ops
+    ):
+        units = itertools.groupby((op for _, op in operators), lambda op: _unit_of(op[0], layer_bytes))
+        segments = [(unit, sum(seconds for _, seconds in of_unit)) for unit, of_unit in units]
+        _run(step, segments, layer_bytes, is_backward=is_backward)
+    step.copy_in(root_bytes)
+    step.wait(step.reduce(root_bytes))
+    step.step_seconds = max(step.step_seconds, step.lane_seconds)
+    return step
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """Seconds of what happens to `nbytes` of parameters as they are computed with."""
+def _run(
+    step: NetworkStep,
+    segments: Sequence[tuple[str | None, float]],
+    layer_bytes: Mapping[str, int],
+    *,
+    is_backward: bool,
+) -> None:
+    """`segments`: what runs one after the other, and its seconds; None: outside of the layers."""
+    following = iter([unit for unit, _ in segments if unit is not None])
+
+    def gather_next() -> float:
+        unit = next(following, None)
+        return 0.0 if unit is None else step.gather(layer_bytes[unit])
+
+    arrived = gather_next()
+    for unit, seconds in segments:
+        if unit is None:
+            step.compute(seconds)
+            continue
+        step.wait(arrived)
+        arrived = gather_next()  # the next one, while this one runs
+        step.copy_out(layer_bytes[unit])
+        step.compute(seconds)
+        if is_backward:
+            step.copy_in(layer_bytes[unit])
+            step.reduce(layer_bytes[unit])
+
+
+@dataclass(slots=True)
+class NetworkStep:
+    """A step on two lanes while it is played, and what it took. Seconds; `nbytes` are of parameters in the width in
+    which they are computed with."""
 
     sharding: Sharding
     cluster: Cluster
     hardware: Hardware
+    step_seconds: float = 0.0
+    """When compute ends; the step, once it is over."""
+    lane_seconds: float = 0.0
+    """When the network lane is free."""
+    network_seconds: float = 0.0
+    """That the lane is busy."""
+    exposed_seconds: float = 0.0
+    """That compute waits for it."""
+    slowed_seconds: float = 0.0
+    """By which compute is slower beside it."""
+    copy_seconds: float = 0.0
+    """Of copies between parameters and the buffers of collectives."""
 
     def gather(self, nbytes: int) -> float:
-        return ring_seconds(self.cluster, self.sharding.ranks, nbytes)
+        """When it will be over."""
+        return self._issue(ring_seconds(self.cluster, self.sharding.ranks, nbytes))
 
     def reduce(self, nbytes: int) -> float:
-        ranks = self.sharding.ranks
-        summed = self._summed(nbytes)
+        """The same of gradients."""
+        ranks, summed = self.sharding.ranks, self._summed(nbytes)
         # A sum over replicas is a scattered sum of each shard and a gather of it.
         across = ring_seconds(self.cluster, self.sharding.replicas, summed / ranks, stride=ranks)
-        return ring_seconds(self.cluster, ranks, summed) + 2 * across
+        return self._issue(ring_seconds(self.cluster, ranks, summed) + 2 * across)
 
-    def copy_out(self, nbytes: int) -> float:
+    def copy_out(self, nbytes: int) -> None:
         """What was gathered goes where the parameters are: read and written."""
-        return self._copy(2 * nbytes)
+        self._copy(2 * nbytes)
 
-    def copy_in(self, nbytes: int) -> float:
+    def copy_in(self, nbytes: int) -> None:
         """Gradients go where they are reduced, in the width in which they are."""
-        return self._copy(nbytes + self._summed(nbytes))
+        self._copy(nbytes + self._summed(nbytes))
+
+    def wait(self, until: float) -> None:
+        """Compute goes on then at the earliest."""
+        self.exposed_seconds += max(0.0, until - self.step_seconds)
+        self.step_seconds = max(self.step_seconds, until)
+
+    def compute(self, seconds: float) -> None:
+        """Slower while the lane is busy."""
+        lost = self.cluster.overlap_share * min(max(0.0, self.lane_seconds - self.step_seconds), seconds)
+        self.slowed_seconds += lost
+        self.step_seconds += seconds + lost
+
+    def _issue(self, seconds: float) -> float:
+        """A collective begins when compute has come to it and the lane is free."""
+        self.lane_seconds = max(self.lane_seconds, self.step_seconds) + seconds
+        self.network_seconds += seconds
+        return self.lane_seconds
 
     def _summed(self, nbytes: int) -> float:
         return nbytes / self.sharding.gathered_width * self.sharding.reduced_width
 
-    def _copy(self, nbytes: float) -> float:
-        has_copies = self.sharding.has_copies and self.sharding.ranks > 1
-        return nbytes / self.hardware.memory_bytes_per_second if has_copies else 0.0
-
-
-@dataclass(slots=True)
-class _Play:
-    """Two lanes. `now` is the end of compute, `lane` that of the network."""
-
-    layer_bytes: Mapping[str, int]
-    costs: _Costs
-    overlap_share: float
-    now: float = 0.0
-    lane: float = 0.0
-    busy: float = 0.0
-    waited: float = 0.0
-    slowed: float = 0.0
-    copied: float = 0.0
-
-    def gather_root(self, nbytes: int) -> None:
-        self._wait(self._issue(self.costs.gather(nbytes)))
-        self._copy(self.costs.copy_out(nbytes))
-
-    def reduce_root(self, nbytes: int) -> None:
-        self._copy(self.costs.copy_in(nbytes))
-        self._wait(self._issue(self.costs.reduce(nbytes)))
-
-    def run(self, segments: Sequence[_Segment], *, is_backward: bool) -> None:
-        order = [segment.unit for segment in segments if segment.unit is not None]
-        arrived = self._issue(self.costs.gather(self.layer_bytes[order[0]])) if order else 0.0
-        place = 0
-        for segment in segments:
-            if segment.unit is None:
-                self._compute(segment.seconds)
-                continue
-            nbytes = self.layer_bytes[segment.unit]
-            self._wait(arrived)
-            place += 1
-            if place < len(order):  # the next one, while this one runs
-                arrived = self._issue(self.costs.gather(self.layer_bytes[order[place]]))
-            self._copy(self.costs.copy_out(nbytes))
-            self._compute(segment.seconds)
-            if is_backward:
-                self._copy(self.costs.copy_in(nbytes))
-                self._issue(self.costs.reduce(nbytes))
-
-    def _issue(self, seconds: float) -> float:
-        """A collective begins when compute has come to it and the lane is free. When it will be over."""
-        self.lane = max(self.lane, self.now) + seconds
-        self.busy += seconds
-        return self.lane
-
-    def _wait(self, until: float) -> None:
-        self.waited += max(0.0, until - self.now)
-        self.now = max(self.now, until)
-
-    def _copy(self, seconds: float) -> None:
-        self.copied += seconds
-        self.now += seconds
-
-    def _compute(self, seconds: float) -> None:
-        lost = self.overlap_share * min(max(0.0, self.lane - self.now), seconds)
-        self.slowed += lost
-        self.now += seconds + lost
+    def _copy(self, nbytes: float) -> None:
+        if self.sharding.has_copies and self.sharding.ranks > 1:
+            self.copy_seconds += nbytes / self.hardware.memory_bytes_per_second
+            self.step_seconds += nbytes / self.hardware.memory_bytes_per_second
 
 
 def sharded_profile(profile: Profile, layer_bytes: Mapping[str, int], sharding: Sharding) -> Profile:
@@ -226,18 +202,6 @@ def sharded_profile(profile: Profile, layer_bytes: Mapping[str, int], sharding: 
         op_bytes=op_bytes,
         op_gradient_bytes=op_gradients,
     )
-
-
-def _segments(profile: Profile, layer_bytes: Mapping[str, int]) -> Sequence[_Segment]:
-    segments: list[_Segment] = []
-    for number, (name, seconds) in enumerate(zip(profile.op_names, profile.op_seconds, strict=True)):
-        unit, is_backward = _unit_of(name, layer_bytes), number >= profile.num_forward_ops
-        last = segments[-1] if segments else None
-        if last is not None and last.unit == unit and last.is_backward == is_backward:
-            last.seconds += seconds
-        else:
-            segments.append(_Segment(unit, seconds, is_backward))
-    return segments
 
 
 def _unit_of(name: str, layer_bytes: Mapping[str, int]) -> str | None:

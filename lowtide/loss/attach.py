@@ -4,7 +4,7 @@ What: such models call `self.loss_function(logits, labels, vocab_size=..., ...)`
 `attach` sets it to a `SlicedLoss`, which gives the same loss and gradients to the bit (cross_entropy.py) and asks the
 model's own function where it cannot (logits that are sharded or in fp64, labels that are no numbers of words, a machine
 on which the self-test fails), and where the loss is so small that slices would take more memory than they save.
-`remove()` puts back what was there.
+`close()` puts back what was there.
 
 Which losses: transformers' own of causal and of masked language models. They upcast the logits, shift the labels
 (causal), and call `cross_entropy`. A self-test with the very function that is replaced also finds a version of
@@ -22,7 +22,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.loss.cross_entropy import ROWS_STEP, Loss, keeps_bits, saves_memory, sliced_cross_entropy
 from lowtide.loss.head import FORWARD, TANH, Step, head_cross_entropy, why_not_in_blocks
-from lowtide.loss.layers import LayersInBlocks, layer_rows_of
+from lowtide.loss.layers import layer_rows_of, take_layers_in_blocks
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     FakeTensor,
@@ -281,27 +281,11 @@ def _itself(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return plain
 
 
-class LossHandle:
-    """The sliced loss in force, until `remove()`."""
+class AttachedLoss(contextlib.ExitStack):
+    """What stands in a model for `memory.loss` and `memory.rows`; `close()` puts the model's own back. Idempotent."""
 
-    def __init__(self, owner: Any, rows: int | None) -> None:
-        self._owner = owner
-        self._had_own = has_loss_function(owner)
-        self._plain = owner.loss_function
-        blocks = None if rows is None else HeadInBlocks(owner, rows)
-        self.loss = SlicedLoss(self._plain, shifts=_SHIFTS[self._plain.__name__], blocks=blocks)
-        owner.loss_function = self.loss
-
-    def remove(self) -> None:
-        """Put the model's own function back, unless somebody has set another since. Idempotent."""
-        if self.loss.blocks is not None:
-            self.loss.blocks.remove()
-        if self._owner.loss_function is not self.loss:
-            return
-        if self._had_own:
-            self._owner.loss_function = self._plain
-        else:
-            forget_loss_function(self._owner)
+    loss: SlicedLoss | None = None
+    """In the place of the model's `loss_function`; None: that stands there itself."""
 
 
 def loss_of(model: nn.Module) -> str:
@@ -317,35 +301,10 @@ def _sliced_loss_of(model: nn.Module) -> SlicedLoss | None:
     return loss if isinstance(loss, SlicedLoss) else None
 
 
-class AttachedLoss:
-    """What stands in a model for `memory.loss` and `memory.rows`, until `remove()`."""
-
-    def __init__(self, loss: LossHandle | None, layers: LayersInBlocks | None) -> None:
-        self.loss = loss
-        self._layers = layers
-
-    def remove(self) -> None:
-        """The model's own again. Idempotent."""
-        for each in (self.loss, self._layers):
-            if each is not None:
-                each.remove()
-
-
 def loss_rows_of(model: nn.Module) -> int | None:
     """The rows of a block of head and loss, where they are in force."""
     loss = _sliced_loss_of(model)
     return None if loss is None or loss.blocks is None else loss.blocks.rows
-
-
-@contextlib.contextmanager
-def sliced_where(model: nn.Module, **how: Any) -> Iterator[None]:
-    """Inside, `attach_where(model, **how)`."""
-    attached = attach_where(model, **how)
-    try:
-        yield
-    finally:
-        if attached is not None:
-            attached.remove()
 
 
 def attach_where(
@@ -355,19 +314,18 @@ def attach_where(
     must: bool,
     rows: int | None = None,
     layer_rows: int | None = None,
-) -> AttachedLoss | None:
+) -> AttachedLoss:
     """The loss in slices, or with `rows` in blocks, if it may be and can be; `must`: raises `ConfigError` where it
-    cannot be. `layer_rows`: layers in blocks. None where that is nothing, and for what is in force already."""
-    is_plain = not may or _sliced_loss_of(model) is not None or (not must and why_not(model))
-    layers = None
-    if layer_rows is not None and layer_rows_of(model) is None:
-        layers = LayersInBlocks(model, layer_rows)
-    try:
-        loss = None if is_plain else attach(model, rows)
-    except ConfigError:
-        AttachedLoss(None, layers).remove()
-        raise
-    return AttachedLoss(loss, layers) if loss is not None or layers is not None else None
+    cannot be. `layer_rows`: layers in blocks. What is in force already stays as it is."""
+    with AttachedLoss() as attached:
+        if layer_rows is not None and layer_rows_of(model) is None:
+            attached.callback(take_layers_in_blocks(model, layer_rows))
+        loss = None
+        if may and _sliced_loss_of(model) is None and (must or not why_not(model)):
+            loss = attached.enter_context(attach(model, rows)).loss
+        kept = attached.pop_all()
+    kept.loss = loss
+    return kept
 
 
 def why_not(model: nn.Module) -> str:
@@ -385,9 +343,9 @@ def why_not(model: nn.Module) -> str:
     return ""
 
 
-def attach(model: nn.Module, rows: int | None = None) -> LossHandle:
-    """Slice the loss of `model` until `remove()` of the handle; with `rows`, head and loss in blocks of so many. Raises
-    `ConfigError` where `why_not` has a reason, and for a head that `why_not_in_blocks` refuses."""
+def attach(model: nn.Module, rows: int | None = None) -> AttachedLoss:
+    """Slice the loss of `model`; with `rows`, head and loss in blocks of so many. Raises `ConfigError` where `why_not`
+    has a reason, and for a head that `why_not_in_blocks` refuses."""
     reason = why_not(model)
     if reason:
         raise ConfigError(f"memory.loss: this model's loss cannot be sliced: {reason}; write loss: plain")
@@ -397,7 +355,24 @@ def attach(model: nn.Module, rows: int | None = None) -> LossHandle:
         raise ConfigError(
             f"memory.loss: rows: this model's head cannot be taken in blocks: {reason}; write loss: sliced"
         )
-    return LossHandle(owner, rows)
+    plain, had_own = owner.loss_function, has_loss_function(owner)
+    blocks = None if rows is None else HeadInBlocks(owner, rows)
+    loss = SlicedLoss(plain, shifts=_SHIFTS[plain.__name__], blocks=blocks)
+
+    def put_back() -> None:
+        if blocks is not None:
+            blocks.remove()
+        if owner.loss_function is not loss:
+            return  # somebody has set another since
+        if had_own:
+            owner.loss_function = plain
+        else:
+            forget_loss_function(owner)
+
+    attached = AttachedLoss()
+    attached.callback(put_back)
+    attached.loss = owner.loss_function = loss
+    return attached
 
 
 def _owner_of(model: nn.Module) -> Any:

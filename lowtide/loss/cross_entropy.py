@@ -178,9 +178,11 @@ class _OfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_picked: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, words = saved_of(ctx)
-        given = GivenRows(logits, words, of_picked)
+        given = (logits, words, of_picked)
         with torch.no_grad(), without_autocast(logits.device.type):
-            gradient = _made(lambda: gradient_of(given, ctx.slicing), lambda: _gradients_of_slices(given, ctx.slicing))
+            gradient = _made(
+                lambda: gradient_of(*given, ctx.slicing), lambda: _gradients_of_slices(*given, ctx.slicing)
+            )
         return draw_once(gradient, logits, of_picked), None, None
 
 
@@ -203,43 +205,43 @@ def _made(whole: Callable[[], torch.Tensor], slices: Callable[[], Iterator[torch
         return torch.cat(list(slices()))
 
 
-@dataclass(frozen=True, slots=True)
-class GivenRows:
-    """What the backward pass starts from: what was saved, and the gradient of what `fill` gave."""
-
-    logits: torch.Tensor
-    words: torch.Tensor
-    of_picked: torch.Tensor
-
-
-def gradient_of(given: GivenRows, slicing: Slicing, *, picked: torch.Tensor | None = None) -> torch.Tensor:
-    """Of the logits, in the layout of plain autograd's: a log-softmax gives one in rows, whatever the layout of the
-    logits. `picked`: write the log-probability of each row's word there once more, and the gradient over the logits."""
-    logits = given.logits
+def gradient_of(
+    logits: torch.Tensor,
+    words: torch.Tensor,
+    of_picked: torch.Tensor,
+    slicing: Slicing,
+    *,
+    picked: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Of the logits, from that of what `fill` gave, in the layout of plain autograd's: a log-softmax gives one in rows,
+    whatever the layout of the logits. `picked`: write the log-probability of each row's word there once more, and the
+    gradient over the logits."""
     gradient = logits if picked is not None else torch.empty_like(logits, memory_format=torch.contiguous_format)
     buffers = Buffers(logits, slicing)
     of_log_probs = torch.zeros_like(buffers.log_probs)
     for part in slices(len(logits), slicing.num_rows):
         numbers = buffers.upcast(logits[part])
         log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
-        outer, words = of_log_probs[: len(numbers)], given.words[part, None]
+        outer, mine = of_log_probs[: len(numbers)], words[part, None]
         if picked is not None:
-            torch.gather(log_probs, 1, words, out=picked[part, None])
-        outer.scatter_(1, words, given.of_picked[part, None])
+            torch.gather(log_probs, 1, mine, out=picked[part, None])
+        outer.scatter_(1, mine, of_picked[part, None])
         made = buffers.for_gradient(gradient[part])
         log_softmax_backward_into(outer, log_probs, 1, slicing.dtype, out=made)
         if made.dtype != gradient.dtype:
             gradient[part] = made
-        outer.scatter_(1, words, 0.0)  # zeros again for the next slice
+        outer.scatter_(1, mine, 0.0)  # zeros again for the next slice
     return gradient
 
 
-def _gradients_of_slices(given: GivenRows, slicing: Slicing) -> Iterator[torch.Tensor]:
+def _gradients_of_slices(
+    logits: torch.Tensor, words: torch.Tensor, of_picked: torch.Tensor, slicing: Slicing
+) -> Iterator[torch.Tensor]:
     """The same by functions alone."""
-    for part in slices(len(given.logits), slicing.num_rows):
-        log_probs = torch.log_softmax(given.logits[part].to(slicing.dtype), 1)
-        outer = torch.zeros_like(log_probs).scatter(1, given.words[part, None], given.of_picked[part, None])
-        yield log_softmax_backward(outer, log_probs, 1, slicing.dtype).to(given.logits.dtype)
+    for part in slices(len(logits), slicing.num_rows):
+        log_probs = torch.log_softmax(logits[part].to(slicing.dtype), 1)
+        outer = torch.zeros_like(log_probs).scatter(1, words[part, None], of_picked[part, None])
+        yield log_softmax_backward(outer, log_probs, 1, slicing.dtype).to(logits.dtype)
 
 
 class Buffers:

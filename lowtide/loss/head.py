@@ -36,7 +36,6 @@ from lowtide.errors import ConfigError
 from lowtide.loss.blocks import DeclaredSum, compare_again, declared_blocks
 from lowtide.loss.cross_entropy import (
     Buffers,
-    GivenRows,
     Slicing,
     check_names,
     draw_once,
@@ -151,8 +150,8 @@ class _HeadOfRows(torch.autograd.Function):
                 if isinstance(logits, FakeTensor):
                     _trace_rows(logits, how.slicing, is_backward=True)
                 else:
-                    given = GivenRows(logits, words[part], of_picked[part])
-                    gradient_of(given, how.slicing, picked=again[part])  # over the logits
+                    # Over the logits.
+                    gradient_of(logits, words[part], of_picked[part], how.slicing, picked=again[part])
                 over = logits_of.back(logits)
                 if of_hidden is not None and of_hidden.dtype == over.dtype:
                     torch.mm(over, logits_of.weight, out=of_hidden[part])

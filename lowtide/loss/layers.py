@@ -34,7 +34,7 @@ import contextlib
 import math
 import types
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,29 +62,27 @@ _PLAIN = (bool, int, float, str, type(None))
 _SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 
 
-class LayersInBlocks:
-    """The layers of a model, and norms beside them, in blocks of `rows`, until `remove()`. Raises `ConfigError` where
-    there is none, and for layers that are known not to be functions of rows."""
+def take_layers_in_blocks(model: nn.Module, rows: int) -> Callable[[], None]:
+    """Take the layers of a model, and norms beside them, in blocks of `rows`, until what is returned is called. Raises
+    `ConfigError` where there is none, and for layers that are known not to be functions of rows."""
+    layers = _layers_of(model)
+    if not layers:
+        raise ConfigError(
+            f"memory.rows: {type(model).__name__} has no layers in a torch.nn.ModuleList, which could be taken in "
+            f"blocks of rows; {_FIX}"
+        )
+    for name, layer in layers.items():
+        if reason := _why_not(layer):
+            raise _refusal(name, reason)
+    for name, layer in layers.items():
+        layer.forward = _LayerInBlocks(name, layer, rows)
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
-        self.rows = rows
-        self._layers = _layers_of(model)
-        if not self._layers:
-            raise ConfigError(
-                f"memory.rows: {type(model).__name__} has no layers in a torch.nn.ModuleList, which could be taken in "
-                f"blocks of rows; {_FIX}"
-            )
-        for name, layer in self._layers.items():
-            if reason := _why_not(layer):
-                raise _refusal(name, reason)
-        for name, layer in self._layers.items():
-            layer.forward = _LayerInBlocks(name, layer, rows)
-
-    def remove(self) -> None:
-        """The model's own forward again, where nobody has set another since."""
-        for layer in self._layers.values():
-            if isinstance(vars(layer).get("forward"), _LayerInBlocks):
+    def put_back() -> None:
+        for layer in layers.values():
+            if isinstance(vars(layer).get("forward"), _LayerInBlocks):  # nobody has set another since
                 del layer.forward
+
+    return put_back
 
 
 def layer_rows_of(model: nn.Module) -> int | None:
@@ -146,10 +144,10 @@ class _LayerInBlocks:
             raise _refusal(self._name, "its first argument is no ordinary tensor")
         given = _Given(self._name, x, args, self._without_cache(kwargs))
         hidden = x.reshape(-1, x.shape[-1])
-        before = self._look(given, hidden)
+        before, after, _ = self._look(given, hidden)
         weights = dict(self._body.named_parameters())
-        first = [name for name, weight in weights.items() if id(weight) in before.read_before]
-        rest = [name for name, weight in weights.items() if id(weight) in before.read_after]
+        first = [name for name, weight in weights.items() if id(weight) in before.read]
+        rest = [name for name, weight in weights.items() if id(weight) in after.read_after]
 
         def run_first(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
             parts = self._run(given, part, inputs[0], dict(zip(first, leaves, strict=True))).rows_given()
@@ -167,7 +165,8 @@ class _LayerInBlocks:
             groups = [parts[start : start + 3] for start in range(0, len(parts), 3)]
             inputs += [_attend(given.lead, group, before.setting) for group in groups]
         (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
-        return before.output_like(out.view(*given.lead, *out.shape[1:]))
+        whole = out.view(*given.lead, *out.shape[1:])
+        return whole if isinstance(after.result, torch.Tensor) else type(after.result)((whole, *after.result[1:]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model, or a file of it, has its own forward: nobody would ever take a copied one off."""
@@ -196,7 +195,7 @@ class _LayerInBlocks:
             seam.result = torch.func.functional_call(self._body, weights, args, kwargs)
         return seam
 
-    def _look(self, given: _Given, hidden: torch.Tensor) -> _Seen:
+    def _look(self, given: _Given, hidden: torch.Tensor) -> _Looked:
         """What the layer does with its first rows. Raises `ConfigError` where these talk to each other."""
         num_rows = min(_NUM_TRIED, len(hidden))
         first, hidden = slice(0, num_rows), hidden.detach()
@@ -205,7 +204,7 @@ class _LayerInBlocks:
         cast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         with torch.no_grad(), torch.autocast(kind, **cast, cache_enabled=False):
             seen = self._look_at(given, rows, first)
-            if not seen.needing <= {id(weight) for weight in self._body.parameters()}:
+            if not seen[0].needing | seen[1].needing <= {id(weight) for weight in self._body.parameters()}:
                 raise _refusal(self._name, "it reads a tensor that needs a gradient and is none of its parameters")
             if self._is_tried or isinstance(rows, FakeTensor):
                 return seen
@@ -213,20 +212,20 @@ class _LayerInBlocks:
                 changed = rows.clone()
                 changed[other] = 1 - changed[other]
                 again = self._look_at(given, changed, first)
-                pairs = zip(seen.results, again.results, strict=True)
+                pairs = zip(seen[2], again[2], strict=True)
                 if not all(_same_bits(a[others], b[others]) for a, b in pairs):
                     raise _refusal(self._name, "what it gives for a row depends on other rows")
             block = slice(0, max(self.rows, num_rows))
             last = slice(max(1, block.stop - num_rows), block.stop)
             whole = self._look_at(given, hidden[block], block)
             for part, alone in ((first, seen), (last, self._look_at(given, hidden[last], last))):
-                pairs = zip(whole.results, alone.results, strict=True)
+                pairs = zip(whole[2], alone[2], strict=True)
                 if not all(_nearly(a[part], b) for a, b in pairs):
                     raise _refusal(self._name, "what it gives for a row depends on the other rows of its block")
         self._is_tried = True
         return seen
 
-    def _look_at(self, given: _Given, rows: torch.Tensor, part: slice) -> _Seen:
+    def _look_at(self, given: _Given, rows: torch.Tensor, part: slice) -> _Looked:
         before = self._run(given, part, rows, {})
         after = before
         results: list[torch.Tensor] = []
@@ -240,38 +239,7 @@ class _LayerInBlocks:
             if before.setting.get("attn_mask") is not None:
                 raise _refusal(self._name, "its attention has a mask")
         results.append(_rows_of(self._name, after.result, given.is_batched))
-        return _Seen(
-            given=before.given,
-            setting=before.setting,
-            read_before=before.read,
-            read_after=after.read_after,
-            needing=before.needing | after.needing,
-            results=results,
-            result=after.result,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What a layer did with a few rows."""
-
-    given: tuple[torch.Tensor, ...] | None
-    """To attention; None: it calls none."""
-    setting: dict[str, Any]
-    """Of attention."""
-    read_before: set[int]
-    """Tensors that were read up to attention."""
-    read_after: set[int]
-    """And after it, or all where there is none."""
-    needing: set[int]
-    """Tensors that were read and need a gradient; of views what they are views of."""
-    results: list[torch.Tensor]
-    """What was given to attention, and what the layer gave, by rows."""
-    result: Any
-
-    def output_like(self, out: torch.Tensor) -> Any:
-        """`out` in the form of the layer's own output."""
-        return out if isinstance(self.result, torch.Tensor) else type(self.result)((out, *self.result[1:]))
+        return before, after, results
 
 
 class _Body(nn.Module):
@@ -285,23 +253,6 @@ class _Body(nn.Module):
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """A tensor among the arguments of a layer; None: the hidden states, which autograd's graph must not hold twice."""
-
-    rows: torch.Tensor | None
-    """One for each token of the batch, or of one sequence, where all sequences have the same."""
-
-    def of(self, part: slice, block: torch.Tensor) -> torch.Tensor:
-        """Its rows for a block, whose hidden states are `block`."""
-        if self.rows is None:
-            return block
-        if part.stop <= len(self.rows):
-            return self.rows[part]
-        places = torch.arange(part.start, part.start + len(block), device=self.rows.device)
-        return self.rows[places % len(self.rows)]
-
-
 class _Given:
     """The arguments of a call, by rows. `x`: the hidden states."""
 
@@ -312,21 +263,30 @@ class _Given:
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 raise _refusal(name, f"it is given a {type(leaf).__name__} (for a cache: pass use_cache=False)")
+        self._hidden = torch.empty(0)
+        """In the place of the hidden states, which autograd's graph must not hold twice."""
         self._tree = tree_map_only(
-            torch.Tensor, lambda each: _Argument(None if each is x else self._rows_of(each)), (args, kwargs)
+            torch.Tensor, lambda each: self._hidden if each is x else self._rows_of(each), (args, kwargs)
         )
 
     def of_block(self, part: slice, block: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for one block, whose rows of hidden states are `block`."""
 
-        def cut(argument: _Argument) -> torch.Tensor:
-            rows = argument.of(part, block)
+        def cut(rows: torch.Tensor) -> torch.Tensor:
+            if rows is self._hidden:
+                rows = block
+            elif part.stop <= len(rows):
+                rows = rows[part]
+            else:
+                places = torch.arange(part.start, part.start + len(block), device=rows.device)
+                rows = rows[places % len(rows)]
             return rows[None] if self.is_batched else rows
 
-        args, kwargs = tree_map_only(_Argument, cut, self._tree)
+        args, kwargs = tree_map_only(torch.Tensor, cut, self._tree)
         return args, kwargs
 
     def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A row for each token of the batch, or of one sequence, where all sequences have the same."""
         lead, rest = tensor.shape[: len(self.lead)], tensor.shape[len(self.lead) :]
         if lead != self.lead and lead != (1, *self.lead[1:]):
             raise _refusal(
@@ -386,6 +346,11 @@ class _Seam(TorchFunctionMode):
         if self.given is None:
             raise _refusal(self._name, "it calls attention for some rows only")
         return tuple(each.transpose(1, 2).flatten(0, 1) for each in self.given)
+
+
+_Looked = tuple[_Seam, _Seam, list[torch.Tensor]]
+"""What a layer did with a few rows: up to attention; after it (the same where there is none); and by rows what
+attention was given, and what the layer gave."""
 
 
 def _dropped_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:

@@ -298,8 +298,7 @@ class FilePlans:
         for shape in self._table:
             shape.retire()
         self._resharding.undo()
-        if self._loss is not None:
-            self._loss.remove()
+        self._loss.close()
 
     def _say_once(self, line: str) -> None:
         if line not in self._told:

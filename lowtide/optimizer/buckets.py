@@ -107,8 +107,6 @@ class StateChunk:
     """What is copied and stepped at once. `slots`: the bucket's own; or of each entry the part with elements
     [start, end), in order of memory."""
 
-    __slots__ = ("bucket", "end", "slots", "start")
-
     def __init__(self, bucket: StateBucket, slots: list[Slot], start: int = 0, end: int | None = None) -> None:
         self.bucket = bucket
         self.slots = slots
@@ -137,20 +135,6 @@ class StateChunk:
 
 class StateBucket:
     """One bucket and where it lives. Plain data; the copies are made by transfers.py."""
-
-    __slots__ = (
-        "addresses",
-        "chunks",
-        "entries",
-        "hosts",
-        "memories",
-        "nbytes",
-        "parameters",
-        "resident",
-        "slot",
-        "was_idle",
-        "whole",
-    )
 
     def __init__(self, slot: Slot, view: torch.Tensor, entries: list[StateTensor]) -> None:
         self.slot = slot

@@ -264,7 +264,7 @@ class InBackward:
     def _at_the_end(self) -> None:
         """A backward pass is over, and so are the hooks of others on its gradients."""
         left = ((p, p.grad) for p in self._arrived - self._step.stepped)
-        self._step.left |= {p: _LeftGradient(gradient) for p, gradient in left if gradient is not None}
+        self._step.left |= {p: _left(gradient) for p, gradient in left if gradient is not None}
 
     def _forget_arrivals(self) -> None:
         self._arrived.clear()
@@ -353,7 +353,7 @@ class InBackward:
             return ""
         if hasattr(self._stepper.optimizer, "found_inf"):
             return "GradScaler unscales gradients when the optimizer steps"
-        if any(p.grad is not left.gradient or left.has_changed() for p, left in step.left.items()):
+        if any(p.grad is not left[0] or _has_changed(left) for p, left in step.left.items()):
             return "gradients were changed between the backward pass and the step (clipping, GradScaler)"
         changed = step.run.snapshot.changed()
         return f"{changed} was changed between the backward pass and the step" if changed else ""
@@ -376,20 +376,18 @@ class InBackward:
         return done.run
 
 
-class _LeftGradient:
-    """A gradient as backward has left it for `step()`."""
+_LeftGradient = tuple[torch.Tensor, int, torch.Tensor]
+"""A gradient as backward has left it for `step()`, its version then, and a sample of it."""
 
-    __slots__ = ("_sample", "_version", "gradient")
 
-    def __init__(self, gradient: torch.Tensor) -> None:
-        self.gradient = gradient
-        self._version = version_of(gradient)
-        self._sample = _sample_of(gradient)
+def _left(gradient: torch.Tensor) -> _LeftGradient:
+    return gradient, version_of(gradient), _sample_of(gradient)
 
-    def has_changed(self) -> bool:
-        """Whether somebody has written to it since."""
-        is_written = version_of(self.gradient) != self._version
-        return is_written or not torch.equal(self._sample, _sample_of(self.gradient))
+
+def _has_changed(left: _LeftGradient) -> bool:
+    """Whether somebody has written to it since."""
+    gradient, version, sample = left
+    return version_of(gradient) != version or not torch.equal(sample, _sample_of(gradient))
 
 
 def _sample_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ from lowtide.optimizer.buckets import movable
 from lowtide.optimizer.store import StateStore, entries_of
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _HeldState:
     """A tensor that torch's `load_state_dict` passes on as it is."""
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        self.tensor = tensor
-        self.dtype = dtype
+    tensor: torch.Tensor
+    dtype: torch.dtype
 
 
 class ShownState:

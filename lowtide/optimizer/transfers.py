@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -32,16 +33,14 @@ NUM_BUFFERS = 3
 _POLL_SECONDS = 1e-4
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
     """A chunk on its way to the device."""
 
-    __slots__ = ("buffer", "chunk", "events")
-
-    def __init__(self, chunk: StateChunk, buffer: Buffer, events: list[Event]) -> None:
-        self.chunk = chunk
-        self.buffer = buffer
-        self.events = events
-        """One behind each copy."""
+    chunk: StateChunk
+    buffer: Buffer
+    events: list[Event]
+    """One behind each copy."""
 
 
 class Transfers:

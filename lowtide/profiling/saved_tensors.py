@@ -52,26 +52,18 @@ class ByteStash(NamedTuple):
 
 def file_stash() -> ByteStash:
     """An unlinked temporary file. The kernel may cache it, but that memory is not the process's."""
-    file, end = tempfile.TemporaryFile(prefix="lowtide-observe-", buffering=0), 0  # noqa: SIM115
+    file = tempfile.TemporaryFile(prefix="lowtide-observe-")  # noqa: SIM115
 
     def put(storage: torch.UntypedStorage) -> tuple[int, int]:
-        nonlocal end
-        nbytes, offset = storage.nbytes(), end
-        view, done = byte_view(storage).numpy().data, 0
-        while done < nbytes:
-            done += os.pwrite(file.fileno(), view[done:], offset + done)
-        end += nbytes
-        return offset, nbytes
+        offset = file.seek(0, os.SEEK_END)
+        return offset, file.write(byte_view(storage).numpy().data)
 
     def get(ticket: tuple[int, int]) -> torch.UntypedStorage:
         offset, nbytes = ticket
         target = torch.empty(nbytes, dtype=torch.uint8)
-        view, done = target.numpy().data, 0
-        while done < nbytes:
-            num = os.preadv(file.fileno(), [view[done:]], offset + done)
-            if num == 0:
-                raise OSError("observe: the temporary file ends before what was written to it")
-            done += num
+        file.seek(offset)
+        if file.readinto(target.numpy().data) != nbytes:
+            raise OSError("observe: the temporary file ends before what was written to it")
         return target.untyped_storage()
 
     return ByteStash(put, get, file.close)

@@ -21,7 +21,7 @@ from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.log import Listener
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.loss.attach import sliced_where
+from lowtide.loss.attach import attach_where
 from lowtide.runtime.autopilot.autopilot import SEVERAL_PASSES
 from lowtide.runtime.offload.selective import SelectiveOffload
 from tests.attack.habits import Run
@@ -77,7 +77,7 @@ class RowsRig(PlainRig):
 
     def start(self, model: nn.Module, optimizer: Any) -> None:
         self.stop()
-        self._blocks.enter_context(sliced_where(model, **self._how))
+        self._blocks.enter_context(attach_where(model, **self._how))
 
     def stop(self) -> None:
         self._blocks.close()
@@ -300,7 +300,7 @@ def _observing(draw: Any) -> Callable[[nn.Module, Any], Any]:
     how = MemoryConfig(rows=draw.rows).slices_loss if draw.rows else how
 
     def observe(model: nn.Module, batch: Any) -> Any:
-        with sliced_where(model, **how):
+        with attach_where(model, **how):
             return lowtide.observe(model, batch)
 
     return observe

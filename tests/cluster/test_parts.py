@@ -36,8 +36,8 @@ def test_a_dense_layer_by_hand() -> None:
     }  # fmt: skip
     products = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192
     assert (layer.parameters, layer.expert_parameters) == (products, 0)
-    assert layer.weight_seconds == pytest.approx(2 * tokens * products / 794.5e12)
-    assert layer.collective_seconds == layer.exchange_seconds == 0
+    assert layer.times.backward_weight == pytest.approx(2 * tokens * products / 794.5e12)
+    assert layer.times.collective == layer.times.exchange == 0
     named = {op.name: op for op in layer.ops}
     # Causal: half of the scores and of their product with the values.
     flops, ramp = tokens * 4096 * 16 * 256, 4096 / (4096 + 230)
@@ -51,10 +51,10 @@ def test_tensor_ranks_split_products_and_sequence_parallel_the_rest() -> None:
     whole, half = (make_layer(place(asked, tensor=tensor), DENSE) for tensor in (1, 2))
     assert {name: half.nbytes[name] * 2 for name in half.nbytes} == whole.nbytes
     assert half.parameters * 2 == whole.parameters
-    assert half.collective_seconds == pytest.approx(4 * (1e-5 + 2 * 2 * 4096 * 2048 / 2 / 360e9))
+    assert half.times.collective == pytest.approx(4 * (1e-5 + 2 * 2 * 4096 * 2048 / 2 / 360e9))
     plain = dataclasses.replace(asked, config=dataclasses.replace(asked.config, sequence_parallel=False))
     # A sum on both ranks is a scattered sum and a gather: as much in all.
-    assert make_layer(place(plain, tensor=2), DENSE).collective_seconds == half.collective_seconds
+    assert make_layer(place(plain, tensor=2), DENSE).times.collective == half.times.collective
     kept_whole = make_layer(place(plain, tensor=2), DENSE)
     assert {name for name in whole.nbytes if kept_whole.nbytes[name] == whole.nbytes[name]} == {"x1", "n1", "x2", "n2"}
 
@@ -72,9 +72,9 @@ def test_tensor_ranks_gather_short_vectors_and_have_their_matrices_whole() -> No
         return 1e-5 + 2 * tokens * width / 2 / rate
 
     # Of attention: short vectors of queries, those of keys and values, and the sum after it. Of the MLP: before, after.
-    assert half.collective_seconds == pytest.approx(ring(768) + ring(512 + 64) + 3 * ring(2048))
+    assert half.times.collective == pytest.approx(ring(768) + ring(512 + 64) + 3 * ring(2048))
     plain = dataclasses.replace(asked, config=dataclasses.replace(asked.config, sequence_parallel=False))
-    assert make_layer(place(plain, tensor=2), DENSE).collective_seconds == pytest.approx(4 * ring(2048))
+    assert make_layer(place(plain, tensor=2), DENSE).times.collective == pytest.approx(4 * ring(2048))
 
 
 def test_experts_keep_what_came_over_the_network() -> None:
@@ -86,12 +86,12 @@ def test_experts_keep_what_came_over_the_network() -> None:
     assert "d" not in layer.recipes and "expert h" in layer.recipes
     assert layer.expert_parameters == 16 // 4 * 3 * 2048 * 1024
     # Dispatch and combine, 4 ranks of one node: 3/4 of 4 vectors a token.
-    assert layer.exchange_seconds == pytest.approx(2 * (1e-5 + tokens * 2 * 2048 * 4 * 3 / 4 / 360e9))
+    assert layer.times.exchange == pytest.approx(2 * (1e-5 + tokens * 2 * 2048 * 4 * 3 / 4 / 360e9))
     narrow = dataclasses.replace(asked, config=dataclasses.replace(asked.config, precision="fp8"))
     low = make_layer(place(narrow, expert=4), MOE)
     assert low.nbytes["d"] * 2 == layer.nbytes["d"]
     assert low.nbytes["q"] == layer.nbytes["q"]  # attention stays in bf16
-    assert low.forward_seconds < layer.forward_seconds
+    assert low.times.forward < layer.times.forward
 
 
 def test_context_ranks_share_a_sequence() -> None:

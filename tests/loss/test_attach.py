@@ -94,7 +94,7 @@ def test_loss_and_gradients_have_the_same_bits(name: str, dtype: torch.dtype) ->
         handle = attach(model)
         got = _step(model, **more)
         assert loss_of(model) == "sliced" and handle.loss.was_sliced
-        handle.remove()
+        handle.close()
         assert handle.loss._keeps_bits == {(torch.device("cpu"), dtype, _WORDS): True}
         assert set(vars(model)) == before and loss_of(model) == "plain"
         _assert_same(want, got)
@@ -202,7 +202,7 @@ def test_evaluation_and_a_model_inside_another() -> None:
         want = model(**batch).loss
         handle = attach(outer)
         assert same_bits(want, model(**batch).loss)
-    handle.remove()
+    handle.close()
     assert loss_of(outer) == "plain"
 
 
@@ -214,7 +214,7 @@ def test_a_copy_of_the_model_computes_the_same() -> None:
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
-    handle.remove()
+    handle.close()
     for other in (twin, torch.load(saved, weights_only=False)):
         _assert_same(want, _step(other))
         assert loss_of(other) == "plain" and other.loss_function.__name__ == "ForCausalLMLoss"
@@ -283,7 +283,7 @@ def test_a_loss_set_later_is_not_taken_away() -> None:
     model = MODELS["llama"]()
     handle = attach(model)
     model.loss_function = own = lambda logits, labels, vocab_size: logits.sum()
-    handle.remove()
+    handle.close()
     assert model.loss_function is own
 
 

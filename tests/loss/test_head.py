@@ -237,7 +237,7 @@ def test_models_have_the_bits_of_the_declared_sum(name: str, dtype: torch.dtype)
         handle = attach(model, rows)
         got = _step(model, batch)
         assert handle.loss.was_sliced and model(**batch).logits.shape == (4, 0, _WORDS)
-        handle.remove()
+        handle.close()
         assert set(vars(model)) == before and model(**batch).logits.shape == (4, 64, _WORDS)
         _assert_same_steps(want, got)
 
@@ -306,7 +306,7 @@ def test_steps_that_go_as_without_rows() -> None:
     model.requires_grad_(True)
     model.loss_function = lambda logits, labels, vocab_size: logits.sum()
     assert model(**batch).logits.shape == (4, 64, _WORDS)
-    handle.remove()
+    handle.close()
 
 
 def test_an_error_in_a_forward_leaves_nothing() -> None:
@@ -330,7 +330,7 @@ def test_other_calls_of_the_loss() -> None:
     for number in (num_items, torch.tensor(num_items)):
         got = _step(model, batch, num_items_in_batch=number)
         torch.testing.assert_close(want, got)
-    handle.remove()
+    handle.close()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want = _step(model, batch)
         handle = attach(model, 64)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.loss.layers import LayersInBlocks, layer_rows_of
+from lowtide.loss.layers import layer_rows_of, take_layers_in_blocks
 from tests.loss.test_attach import MODELS
 from tests.loss.test_head import FATES, _assert_same_steps, _step, _tokens
 from tests.support.grid import in_turn
@@ -92,10 +92,10 @@ def _numbers(dtype: torch.dtype, batch: int = 2, tokens: int = 75) -> tuple[Tens
 def _ours(layer: Layer, x: Tensor, shift: Tensor, of_out: Tensor, rows: int) -> list[Tensor]:
     x, model = x.detach().requires_grad_(), Own(layer)
     layer.zero_grad()
-    blocks = LayersInBlocks(model, rows)
+    blocks = take_layers_in_blocks(model, rows)
     out = model(x, shift)
     out.backward(of_out)
-    blocks.remove()
+    blocks()
     assert "forward" not in vars(layer)
     return [out.detach(), x.grad, *(each.grad for each in layer.parameters())]  # type: ignore[list-item]
 
@@ -125,7 +125,7 @@ def test_groups_of_heads_have_the_bits_of_all_at_once(num_keys: int, dtype: torc
 def test_attention_comes_and_goes_by_groups_of_heads() -> None:
     """A layer with two heads of keys saves what attention read and gave in two groups."""
     model, (x, shift, _) = Own(Layer(num_keys=2)), _numbers(torch.float32)
-    LayersInBlocks(model, 64)
+    take_layers_in_blocks(model, 64)
     profile = lowtide.observe(model, lambda: model(x, shift).sum())
     made = [site for site in profile.sites if site.name.partition(":")[0].rpartition(".")[2].startswith("sdpa")]
     assert [site.nbytes for site in made] == 2 * [150 * 2 * 8 * 4, 150 * 2 * 4], [site.name for site in made]
@@ -181,9 +181,9 @@ def test_a_weight_that_is_used_before_and_after_attention_has_both_gradients() -
 @pytest.mark.parametrize(("name", "fates"), in_turn(2, NAMES, ["nothing", *FATES]))
 def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
     (batch, _), model = _tokens(), MODELS[name]()
-    blocks = LayersInBlocks(model, 100)
+    blocks = take_layers_in_blocks(model, 100)
     want = _step(model, batch)
-    blocks.remove()
+    blocks()
     memory: dict[str, Any] = {"rows": 100, "loss": "plain", **({} if fates == "nothing" else FATES[fates])}
     with lowtide.apply(model, memory, engine=virtual(3)) as tide:
         assert tide.plan.layer_rows == 100
@@ -261,13 +261,13 @@ def test_a_traced_plan_names_what_the_step_saves() -> None:
 def test_a_copy_of_the_model_has_its_own_forward() -> None:
     (batch, _), model = _tokens(), MODELS["llama"]()
     want = _step(model, batch)
-    LayersInBlocks(model, 64)
+    take_layers_in_blocks(model, 64)
     _assert_same_steps(want, _step(copy.deepcopy(model), batch))
 
 
 def test_another_result_in_backward_is_refused() -> None:
     layer, (x, shift, _) = Layer(), _numbers(torch.float32)
-    LayersInBlocks(model := Own(layer), 64)
+    take_layers_in_blocks(model := Own(layer), 64)
     out = model(x, shift)
     layer.qkv.weight.data[3, 4] += 1  # no version counts it
     with pytest.raises(RuntimeError, match=r"^lowtide: a layer in blocks gave other values in the backward pass than"):
@@ -276,7 +276,7 @@ def test_another_result_in_backward_is_refused() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     x, shift, _ = _numbers(torch.float32)
-    LayersInBlocks(model := Own(Layer()), 64)
+    take_layers_in_blocks(model := Own(Layer()), 64)
     with pytest.raises(RuntimeError, match=r"^lowtide: a second derivative \(create_graph\) of a layer in blocks is"):
         torch.autograd.grad(model(x.requires_grad_(), shift).sum(), x, create_graph=True)
 
@@ -341,7 +341,7 @@ def test_what_is_no_function_of_rows_is_named(change: Any, more: tuple[Any, ...]
         change(layer)
 
     def step() -> None:
-        LayersInBlocks(model := Own(layer), 64)
+        take_layers_in_blocks(model := Own(layer), 64)
         model(x, shift, *more)
 
     with pytest.raises(ConfigError) as caught:

@@ -19,7 +19,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.choose import memory_of_model
 from lowtide.errors import ConfigError, check_function
-from lowtide.loss.attach import sliced_where
+from lowtide.loss.attach import attach_where
 from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.planner.host_costs import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
@@ -66,14 +66,14 @@ def plan(
     settled = config.settled(lambda: memory_of_hardware(chosen) if named else memory_of_model(model))
     if settled.line:
         say(settled.line)
-    with sliced_where(model, **config.slices_loss):
+    with attach_where(model, **config.slices_loss):
         profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
     how: Any = {"link": chosen.link, "costs": HOST_COSTS, "progress": progress}
     half = _half(batch)
     if half is not None:
 
         def halved() -> Profile:
-            with sliced_where(model, **config.slices_loss):
+            with attach_where(model, **config.slices_loss):
                 return trace(model, half, hardware=chosen, loss=loss, optimizer=optimizer)
 
         how["changes"] = (Change(text=HALF_A_BATCH, helps=frozenset({ACTIVATIONS, LOSS}), profile=halved),)

@@ -296,8 +296,7 @@ class Planner:
 
     def close(self) -> None:
         """The model's own loss again."""
-        if self._loss is not None:
-            self._loss.remove()
+        self._loss.close()
 
 
 def _least_bytes(profile: Profile, plan: Plan) -> int:

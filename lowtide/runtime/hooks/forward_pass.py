@@ -73,7 +73,6 @@ class ForwardPass:
 
     def __init__(self, context: PlanContext, entry: LayerTable) -> None:
         self.context = context
-        self.ledger = context.ledger
         self.entry = entry
         self.queue = PrefetchQueue()
         self.follower = context.scheduler.follower(self.queue)
@@ -292,7 +291,7 @@ class ForwardPass:
         if is_counted:
             nbytes = tensor.untyped_storage().nbytes()
             self.context.counters.kept_bytes += nbytes
-            kept.bytes_of = self.ledger.hold(kept, nbytes)
+            kept.bytes_of = self.context.scheduler.ledger.hold(kept, nbytes)
         return kept
 
     def _swap(self, saved: Saved, tier: str | None, distance: int | None, leave: int | None = None) -> Any:

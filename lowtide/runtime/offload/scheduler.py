@@ -74,9 +74,7 @@ def _windowed_bytes(copy: Copy) -> int:
 
 
 class Window:
-    """How many bytes may be in copies out, and how many may be fetched ahead of need. Units: bytes."""
-
-    __slots__ = ("_pass_bytes", "largest_bytes", "min_bytes")
+    """How many bytes may be in copies out, how many may be fetched ahead of need, and how many are. Units: bytes."""
 
     def __init__(self) -> None:
         # A smaller window causes waits and saves little: 16 MiB are a few thousandths of the smallest accelerator.
@@ -84,6 +82,14 @@ class Window:
         self.largest_bytes = 0
         """The largest site that was ever to be moved."""
         self._pass_bytes = 0
+        self.leaving_bytes = 0
+        """In copies out that are not complete yet."""
+        self.ahead_bytes = 0
+        """Fetched ahead of need, and not read yet."""
+        self.most_ahead_bytes: int | None = None
+        """Nothing is fetched ahead of need beyond so many bytes of activations. None: as far as the plan says."""
+        self.full_task: int | None = None
+        """The backward in which a fetch ahead of need found no room."""
 
     def nbytes(self) -> int:
         """The size of the window now. It follows the last complete forward pass."""
@@ -104,36 +110,22 @@ class OffloadScheduler:
         """Of the bytes of activations on the device."""
         self.lock = threading.RLock()
         self._is_closed = False
-        self.lease: object = None
         # Copies by the key of their source, and by their own identity. A copy is a weak reference to its site.
         self.live: dict[int, Copy] = {}
         self.copies: dict[int, Copy] = {}
         self.pending_free: deque[Copy] = deque()
-        self.note_death = self.pending_free.append
         self._leaving: deque[Copy] = deque()
-        self._leaving_bytes = 0
         # Storages that copies are filling (or reading, where nobody else holds them), with the events of these copies,
         # by the identity of the event; oldest first.
         self._arriving: dict[int, tuple] = {}
         self._unfreed: deque[tuple] = deque()
         self._open_sites: dict[int, weakref.WeakSet[OffloadedStorage | HeldForBackward]] = {}
         self.window = Window()
-        self._ahead_bytes = 0
-        """Fetched ahead of need, and not read yet."""
-        self._full_task: int | None = None
-        """The backward in which a fetch ahead of need found no room."""
         self._has_warned_full = False
         rest = (self.copies, self._unfreed, self._arriving, self._leaving)
         weakref.finalize(self, _leave_the_rest, engine.leftovers, *rest).atexit = False
         # Called with every buffer that the engine makes, while something counts live bytes. None: nothing does.
         self.on_buffer: Callable[[torch.UntypedStorage], None] | None = None
-        # Nothing is fetched ahead of need beyond so many bytes of activations. None: as far as the plan says.
-        self.most_ahead_bytes: int | None = None
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Bytes in copies out that are not complete yet."""
-        return self._leaving_bytes
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -226,11 +218,11 @@ class OffloadScheduler:
         copy.event = engine.record(Lane.OUT)
         copy.is_leaving = True
         self._leaving.append(copy)
-        self._leaving_bytes += _windowed_bytes(copy)
+        self.window.leaving_bytes += _windowed_bytes(copy)
 
     def retire(self, limit_bytes: int) -> None:
         """Release sources whose copies are complete. While more than `limit_bytes` are in copies out, compute waits."""
-        while self._leaving and (self._leaving_bytes > limit_bytes or self.engine.query(self._leaving[0].event)):
+        while self._leaving and (self.window.leaving_bytes > limit_bytes or self.engine.query(self._leaving[0].event)):
             self._retire_first()
 
     def _retire_first(self) -> None:
@@ -238,7 +230,7 @@ class OffloadScheduler:
         if not engine.query(copy.event):
             self.counters.stall_seconds += engine.wait(Lane.COMPUTE, copy.event)
         self._leaving.popleft()
-        self._leaving_bytes -= _windowed_bytes(copy)
+        self.window.leaving_bytes -= _windowed_bytes(copy)
         copy.is_leaving = False
         self._finish(copy)
 
@@ -363,7 +355,7 @@ class OffloadScheduler:
         ]
         if not ahead and not self._leaving:
             return False
-        self._full_task = site.task
+        self.window.full_task = site.task
         while self._leaving:
             self._retire_first()
         for other in ahead:
@@ -402,7 +394,7 @@ class OffloadScheduler:
         copy.is_needed_soon = True
         if copy.is_leaving and self.engine.cancel(copy.event):
             self._leaving.remove(copy)
-            self._leaving_bytes -= _windowed_bytes(copy)
+            self.window.leaving_bytes -= _windowed_bytes(copy)
             copy.is_leaving = False
             self.engine.free(copy.slot)
             copy.slot = None
@@ -493,7 +485,7 @@ class OffloadScheduler:
                 if following.distance is not None:
                     is_due = following.last_use >= site.last_use - following.distance
                 else:
-                    is_due = self._ahead_bytes + following.copy.nbytes <= self.window.nbytes()
+                    is_due = self.window.ahead_bytes + following.copy.nbytes <= self.window.nbytes()
                 if not is_due or not self._fetch_ahead(following):
                     return
             queue.cursor -= 1
@@ -526,8 +518,8 @@ class OffloadScheduler:
 
     def _fetch_ahead(self, site: OffloadedStorage) -> bool:
         """Start a fetch ahead of need; False where memory has no room for it."""
-        task, most_bytes = site.queue.task, self.most_ahead_bytes
-        if self._full_task == task:
+        task, most_bytes = site.queue.task, self.window.most_ahead_bytes
+        if self.window.full_task == task:
             return False
         if most_bytes is not None and self.ledger.now_bytes + site.copy.nbytes > most_bytes:
             return False
@@ -540,18 +532,18 @@ class OffloadScheduler:
             self.ensure_resident(site)
         except (RuntimeError, MemoryError):
             # Harmless: nobody waits for this fetch. If the cause was not a lack of memory, the reader gets the error.
-            self._full_task = task
+            self.window.full_task = task
             return False
         if not site.copy.is_ahead:
             site.copy.is_ahead = True
-            self._ahead_bytes += site.copy.nbytes
+            self.window.ahead_bytes += site.copy.nbytes
         return True
 
     def _note_read(self, copy: Copy) -> None:
         """If it was fetched ahead it has been read, or nobody will read it: it no longer counts in the window."""
         if copy.is_ahead:
             copy.is_ahead = False
-            self._ahead_bytes -= copy.nbytes
+            self.window.ahead_bytes -= copy.nbytes
 
     # -- giving back -----------------------------------------------------------------------------------------------
 

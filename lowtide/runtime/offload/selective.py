@@ -186,37 +186,24 @@ class _Version:
 
 
 class _Held:
-    """An output that stays on the device: an alias, so that no graph owns itself."""
+    """An output that is held: on the device as an alias, so that no graph owns itself; or elsewhere, as a site."""
 
-    __slots__ = ("__weakref__", "saved_at", "share", "tensor")
-
-    def __init__(self, alias: torch.Tensor, saved_at: _Version) -> None:
-        self.tensor = alias
+    def __init__(self, saved_at: _Version, at: torch.Tensor | OffloadedStorage, shape: Shape | None = None) -> None:
+        """`shape`: how the output looks at the site's bytes."""
         self.saved_at = saved_at
+        self.at = at
+        self.shape = shape
         self.share: object = None
 
     def open(self) -> torch.Tensor:
-        return self.tensor.detach()
-
-
-class _Sent:
-    """An output that is elsewhere."""
-
-    __slots__ = ("saved_at", "shape", "site")
-
-    def __init__(self, site: OffloadedStorage, shape: Shape, saved_at: _Version) -> None:
-        self.site = site
-        self.shape = shape
-        self.saved_at = saved_at
-
-    def open(self) -> torch.Tensor:
-        return self.shape.over(self.site.read())
+        if isinstance(self.at, torch.Tensor):
+            return self.at.detach()
+        assert self.shape is not None
+        return self.shape.over(self.at.read())
 
 
 class _Output:
     """What one operator gave out: its tensors as handles, and the random states around it where it drew."""
-
-    __slots__ = ("after", "before", "leaves", "tree")
 
     def __init__(self, leaves: list[Any], tree: Any, before: RandomState | None, after: RandomState | None) -> None:
         self.leaves = leaves
@@ -229,14 +216,11 @@ class _Output:
         after it, unless they were not put back to where they were before it."""
         if self.before is not None and self.after is not None and _same(_states(given), self.before):
             self.after.set()
-        leaves = []
         for leaf in self.leaves:
-            if isinstance(leaf, _Held | _Sent):
+            if isinstance(leaf, _Held):
                 leaf.saved_at.check(op)
-                leaves.append(leaf.open())
-            else:
-                leaves.append(leaf)
-        return tree_unflatten(leaves, self.tree)
+        opened = [leaf.open() if isinstance(leaf, _Held) else leaf for leaf in self.leaves]
+        return tree_unflatten(opened, self.tree)
 
 
 _AGAIN = None
@@ -247,8 +231,6 @@ _GIVEN = object()
 
 class _Region:
     """One call of a checkpointed function: the outputs that its second run is given, by operator and number."""
-
-    __slots__ = ("numbers", "offload", "outputs", "overwritten", "places", "queue", "start")
 
     def __init__(self, offload: SelectiveOffload) -> None:
         self.offload = offload
@@ -287,7 +269,7 @@ class _Region:
         outputs = self.outputs.setdefault(op, [])
         if held is not _AGAIN:
             for leaf, given in zip(held.leaves, tree_leaves(output), strict=True):
-                if isinstance(leaf, _Held | _Sent) and is_plain(given):
+                if isinstance(leaf, _Held) and is_plain(given):
                     storage = given.untyped_storage()
                     place = (StorageWeakRef(storage), Shape.of(given), leaf.saved_at, op, len(outputs))
                     self.places.setdefault(storage_key(storage), []).append(place)
@@ -328,7 +310,7 @@ class _Region:
         offload = self.offload
         if not is_plain(tensor):
             with sharing_versions():
-                return _Held(tensor.detach(), _Version(tensor))
+                return _Held(_Version(tensor), tensor.detach())
         storage = tensor.untyped_storage()
         # A view counts writes with its base, but only once this operator has returned.
         owner = owners.get(storage_key(storage))
@@ -336,7 +318,7 @@ class _Region:
             saved_at = _Version(tensor if owner is None else owner)
             alias = tensor.detach()
         if isinstance(owner, nn.Parameter) or not offload.is_movable(tensor, said):
-            held = _Held(alias, saved_at)
+            held = _Held(saved_at, alias)
             if owner is None:
                 offload.scheduler.counters.kept_bytes += storage.nbytes()
                 held.share = offload.scheduler.ledger.hold(held, storage.nbytes())
@@ -348,7 +330,7 @@ class _Region:
             site = offload.scheduler.enroll(self.queue, storage, saved_at.version, None, part)
             offload.scheduler.start_offload(site, None)
         site.num_readers += 1
-        return _Sent(site, Shape.of(tensor), saved_at)
+        return _Held(saved_at, site, Shape.of(tensor))
 
     # -- backward --------------------------------------------------------------------------------------------------
 

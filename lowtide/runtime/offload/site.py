@@ -18,8 +18,8 @@ Cost: some 3 us a site. Not covered: when anything is moved (runtime/offload/sch
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections import deque
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,9 +37,8 @@ class Carrier(Protocol):
     engine: Engine
     ledger: Ledger
     copies: dict[int, Copy]
+    pending_free: deque[Copy]
 
-    @property
-    def note_death(self) -> Callable[[Any], None]: ...
     def after_close(self) -> None: ...
     def read(self, site: OffloadedStorage) -> torch.UntypedStorage: ...
     def release(self, site: OffloadedStorage) -> None: ...
@@ -54,25 +53,8 @@ class HeldForBackward(Protocol):
 class Copy(weakref.ref):
     """One site's bytes on a slower tier, and its storages on the device. The scheduler and the site hold it."""
 
-    __slots__ = (
-        "__weakref__",
-        "arrival",
-        "buffer",
-        "event",
-        "has_deadline",
-        "is_ahead",
-        "is_leaving",
-        "is_needed_soon",
-        "key",
-        "nbytes",
-        "reading",
-        "share",
-        "slot",
-        "source",
-    )
-
     def __init__(self, site: OffloadedStorage, scheduler: Carrier, storage: torch.UntypedStorage) -> None:
-        super().__init__(site, scheduler.note_death)  # type: ignore[call-arg]
+        super().__init__(site, scheduler.pending_free.append)  # type: ignore[call-arg]
         self.source: torch.UntypedStorage | None = storage
         self.key = storage_key(storage)
         # The storage on the device that the bytes were fetched into; backward reads it.
@@ -96,7 +78,7 @@ class Copy(weakref.ref):
         scheduler.copies[id(self)] = self
 
     def __new__(cls, site: OffloadedStorage, scheduler: Carrier, storage: torch.UntypedStorage) -> Copy:
-        return super().__new__(cls, site, scheduler.note_death)
+        return super().__new__(cls, site, scheduler.pending_free.append)
 
 
 class _Farewell:
@@ -116,25 +98,6 @@ class _Farewell:
 
 class OffloadedStorage:
     """One activation storage, at one version, shared by all saved tensors that view it. Owned by autograd's handles."""
-
-    __slots__ = (
-        "__weakref__",
-        "copy",
-        "device",
-        "distance",
-        "farewell",
-        "index",
-        "last_use",
-        "num_readers",
-        "num_reads",
-        "part",
-        "queue",
-        "scheduler",
-        "stream",
-        "task",
-        "version",
-        "weak",
-    )
 
     def __init__(
         self,
@@ -192,8 +155,6 @@ class PrefetchQueue:
     A queue is *timed* once `arrange` found a distance on every site: then it is sorted by when the fetches start.
     """
 
-    __slots__ = ("cursor", "has_distances", "is_timed", "next_start", "sites", "swapped_bytes", "task")
-
     def __init__(self) -> None:
         self.sites: list[weakref.ref[OffloadedStorage]] = []
         self.cursor = 0
@@ -201,6 +162,8 @@ class PrefetchQueue:
         self.swapped_bytes = 0
         self.has_distances = False
         self.is_timed = False
+        self.spilled: PrefetchQueue | None = None
+        """Of what was spilled in the same pass."""
         # No fetch starts before backward reaches this sequence number. None: not known.
         self.next_start: int | None = None
 

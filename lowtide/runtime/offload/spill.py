@@ -217,19 +217,14 @@ class Guard:
         self.num_extra_calls = 0
         """Calls of layers that no plan knew, so far."""
         self._scheduler = scheduler
-        engine = scheduler.engine
-        self._note_stream = None if engine.device_type == "cpu" else engine.compute_stream
-        self._ledger = scheduler.ledger
         self._min_bytes = min_bytes
         self._state_bytes = state_bytes
         self._model_bytes = state_bytes()
-        self._beside_bytes = 0
         self._room_bytes = 0
         """What activations may take before the mark is passed."""
         self._kept: dict[int, weakref.ref[Spillable]] = {}
         """The first handle of each storage that is kept, by the storage's key."""
         self._candidates: deque[weakref.ref[Spillable | MaySpill]] = deque()
-        self._queues: tuple[PrefetchQueue, PrefetchQueue] | None = None
 
     def begin(self) -> None:
         """A forward pass begins: gradients or optimizer state may have come or gone."""
@@ -239,12 +234,14 @@ class Guard:
         self._look_around()
         self._unplanned_bytes = 0
         self._owed.clear()
-        if self._ledger.now_bytes == 0:
-            self._scheduler.most_ahead_bytes = None
+        if self._scheduler.ledger.now_bytes == 0:
+            self._scheduler.window.most_ahead_bytes = None
 
-    def _look_around(self) -> None:
-        self._beside_bytes = self.beside_bytes()
-        self._room_bytes = self._high_bytes - self._model_bytes - self._beside_bytes
+    def _look_around(self) -> int:
+        """What `beside_bytes` gives now."""
+        beside_bytes = self.beside_bytes()
+        self._room_bytes = self._high_bytes - self._model_bytes - beside_bytes
+        return beside_bytes
 
     def keep(
         self,
@@ -260,20 +257,21 @@ class Guard:
 
         This runs for each kept tensor of a step that goes as planned: what only spilling needs is found out then.
         """
-        if self._note_stream is not None:
-            self._note_stream()  # a copy that begins on another stream must wait for this one too
+        engine = self._scheduler.engine
+        if engine.device_type != "cpu":
+            engine.compute_stream()  # a copy that begins on another stream must wait for this one too
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         handle = self._handle(tensor, nbytes, queue, on_open, origin)
-        handle.bytes_of = self._ledger.hold(handle, nbytes)
+        handle.bytes_of = self._scheduler.ledger.hold(handle, nbytes)
         reference: weakref.ref[Any] = weakref.ref(handle)
         self._kept[storage_key(storage)] = reference
         if nbytes >= self._min_bytes:
             self._candidates.append(reference)
             if not is_planned:
                 self._note_longer()
-        is_longer = self._scheduler.most_ahead_bytes is not None
-        if self._owed or is_longer or self._ledger.now_bytes > self._room_bytes:
+        is_longer = self._scheduler.window.most_ahead_bytes is not None
+        if self._owed or is_longer or self._scheduler.ledger.now_bytes > self._room_bytes:
             self.check()
         return handle
 
@@ -289,8 +287,7 @@ class Guard:
         handle.scheduler = self._scheduler  # not the guard: a graph must not hold the model
         handle.first = handle.site = handle.spilled = handle.view = handle.views = None
         handle.nbytes = nbytes
-        queues = self._queues
-        handle.queue = queues[1] if queues is not None and queues[0] is queue else self._spill_queue(queue)
+        handle.queue = queue.spilled or _spill_queue(queue)
         handle.sequence = next_sequence_number()
         handle._num_readers = 1
         return handle
@@ -304,7 +301,7 @@ class Guard:
 
     def _note_longer(self) -> None:
         """From now on this step is not the one that was planned: its worst moment may be where the plan's is not."""
-        self._scheduler.most_ahead_bytes = self._longer_bytes
+        self._scheduler.window.most_ahead_bytes = self._longer_bytes
 
     def offer(self, source: MaySpill, queue: PrefetchQueue) -> None:
         """A recomputed source that has to stay because its recipe does not hold: it may be spilled.
@@ -314,7 +311,7 @@ class Guard:
         is needed: the worst moment may be in backward.
         """
         self._pay()
-        source.spill_queue = self._spill_queue(queue)
+        source.spill_queue = queue.spilled or _spill_queue(queue)
         self._candidates.append(weakref.ref(source))
         if self._slack_bytes is not None:
             self._unplanned_bytes += source.nbytes
@@ -333,25 +330,18 @@ class Guard:
         first.add(further)
         return further
 
-    def _spill_queue(self, queue: PrefetchQueue) -> PrefetchQueue:
-        # Spilled sites have a queue of their own in each pass: they are in it in the order of saving, and backward
-        # reads it from the end.
-        if self._queues is None or self._queues[0] is not queue:
-            self._queues = (queue, PrefetchQueue())
-        return self._queues[1]
-
     def check(self, device: torch.device | None = None) -> None:
         """Spill until live bytes are below the mark. `device`: on an accelerator, its allocator's number counts."""
         self._pay()
-        self._look_around()
-        live_bytes = self._model_bytes + self._beside_bytes + self._ledger.now_bytes
+        held_bytes = self._look_around() + self._scheduler.ledger.now_bytes
+        live_bytes = self._model_bytes + held_bytes
         if device is not None and device.type != "cpu":
             live_bytes = self._scheduler.engine.device_bytes() or live_bytes
         excess_bytes = live_bytes - self._high_bytes
         if excess_bytes > 0:
             self._note_longer()
-        if self._longer_bytes is not None and self._scheduler.most_ahead_bytes is not None:
-            excess_bytes = max(excess_bytes, self._beside_bytes + self._ledger.now_bytes - self._longer_bytes)
+        if self._longer_bytes is not None and self._scheduler.window.most_ahead_bytes is not None:
+            excess_bytes = max(excess_bytes, held_bytes - self._longer_bytes)
         if excess_bytes <= 0:
             return
         with self._scheduler.lock, disable_current_modes():
@@ -362,7 +352,7 @@ class Guard:
         """Between two forward passes: spill until the activations of those that are over hold no more than this."""
         with self._scheduler.lock, disable_current_modes():
             self._scheduler.settle()
-            self._spill(self._ledger.now_bytes - nbytes, -1)
+            self._spill(self._scheduler.ledger.now_bytes - nbytes, -1)
 
     def end(self) -> None:
         """The forward pass came to its end. Warns where more stayed that the plan drops than the budget has room for,
@@ -399,19 +389,19 @@ class Guard:
                 self._unplanned_bytes -= spilled_bytes
                 paid_bytes += spilled_bytes
             if paid_bytes:
-                self._scheduler.retire(max(0, self._scheduler.leaving_bytes - paid_bytes))
+                self._scheduler.retire(max(0, self._scheduler.window.leaving_bytes - paid_bytes))
 
     def _spill(self, excess_bytes: int, sequence: int) -> bool:
         """Whether so much could be spilled. `sequence`: of the operator that is running now."""
         # Copies that are running will free some bytes: spill only what is missing beyond those, then wait for them.
-        missing_bytes = excess_bytes - self._scheduler.leaving_bytes
+        missing_bytes = excess_bytes - self._scheduler.window.leaving_bytes
         while missing_bytes > 0 and self._candidates:
             handle = self._candidates[0]()
             if handle is not None and handle.sequence == sequence:
                 break  # saved by the operator that is running now
             self._candidates.popleft()
             missing_bytes -= self._spill_one(handle)
-        self._scheduler.retire(max(0, self._scheduler.leaving_bytes - excess_bytes))
+        self._scheduler.retire(max(0, self._scheduler.window.leaving_bytes - excess_bytes))
         return missing_bytes <= 0
 
     def _spill_one(self, kept: Spillable | MaySpill | None) -> int:
@@ -423,3 +413,10 @@ class Guard:
             counters.spilled_bytes += nbytes
             counters.kept_bytes -= nbytes
         return nbytes
+
+
+def _spill_queue(queue: PrefetchQueue) -> PrefetchQueue:
+    """A new queue of what is spilled in the pass of `queue`: in it sites are in the order of saving, and backward reads
+    it from the end."""
+    queue.spilled = PrefetchQueue()
+    return queue.spilled

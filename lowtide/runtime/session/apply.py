@@ -70,8 +70,7 @@ def apply(
     try:
         return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, loss=loss)
     except BaseException:
-        if loss is not None:
-            loss.remove()
+        loss.close()
         raise
 
 

@@ -216,7 +216,7 @@ class Tide(Handle):
             self.suspend()
             self._scheduler.close()
             if self._loss is not None:
-                self._loss.remove()
+                self._loss.close()
                 self._say_if_no_loss(self._loss)
         if self.placed is not None:
             self.placed.remove()
@@ -226,7 +226,7 @@ class Tide(Handle):
         return f"<lowtide.Tide {state}: {len(self._plan.layers)} layers on engine '{self.engine.name}'>"
 
     def _say_if_no_loss(self, loss: AttachedLoss) -> None:
-        if self.has_run and loss.loss is not None and not loss.loss.loss.was_called:
+        if self.has_run and loss.loss is not None and not loss.loss.was_called:
             warnings.warn(
                 f"lowtide: memory.loss: nothing was sliced: no forward pass of {type(self.model).__name__} called its "
                 "loss_function; give it labels, or call lowtide.cross_entropy in a training loop of your own",

@@ -488,7 +488,8 @@ class Tides(Handle):
                 # Ranks have agreed already, or cannot.
                 how: Any = {"optimizer": self.placed.optimizer, "engine": self.engine, "group": ALONE}
                 tide = apply(self.model, plan, **how, moves_state=False)
-                tide._scheduler.lease = self._lease  # it lives as long as any graph of this tide
+                # It lives as long as any graph of this tide.
+                weakref.finalize(tide._scheduler, lambda lease: None, self._lease).atexit = False
                 tide._unobserved.end()  # a graph of the plan before may be waiting for its backward pass
                 equip(tide)
             else:

@@ -22,7 +22,7 @@ def test_what_a_dead_scheduler_was_copying_stays_with_the_engine() -> None:
         sites = [scheduler.enroll(queue, storage, 0, None, None) for storage in storages]
         for site in sites:
             scheduler.start_offload(site, None)
-        leaving_bytes = scheduler.leaving_bytes
+        leaving_bytes = scheduler.window.leaving_bytes
         del storages, sites, site, scheduler, queue
         gc.collect()
         assert sum(left.nbytes() for _, _, left in engine.leftovers if left is not None) == leaving_bytes, (
