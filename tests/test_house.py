@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_080,
+    "lines": 58_018,
     "files": 242,
-    "classes": 507,
+    "classes": 504,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 13,
     "class names that several classes have": 14,

@@ -115,19 +115,15 @@ class Batch:
         return self.sequences // (layout.data * self.micro_batch * layout.copies)
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a layout cannot be, and the key of `parallel` that says so."""
-
-    key: str
-    text: str
+Fault = tuple[str, str]
+"""The key of `parallel` that makes a layout impossible, and why it does."""
 
 
 def fault(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig, devices: int) -> Fault | None:
     """What is wrong, or None."""
     if layout.num_devices != devices:
         product = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data}"
-        return Fault("data", f"{product} makes {layout.num_devices} devices, not {devices}; leave one of them out")
+        return ("data", f"{product} makes {layout.num_devices} devices, not {devices}; leave one of them out")
     return _fault_of_model(layout, shape, batch, config) or _fault_of_batch(layout, batch)
 
 
@@ -135,26 +131,24 @@ def _fault_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: Par
     tensor, experts = layout.tensor, shape.experts
     key_heads = shape.heads if shape.latent is not None else shape.key_heads
     if shape.heads % tensor or (key_heads % tensor and tensor % key_heads):
-        return Fault("tensor", f"{shape.heads} heads do not divide over {tensor} tensor ranks")
+        return ("tensor", f"{shape.heads} heads do not divide over {tensor} tensor ranks")
     if shape.inner % tensor:
-        return Fault("tensor", f"an MLP of {shape.inner} columns does not divide over {tensor} tensor ranks")
+        return ("tensor", f"an MLP of {shape.inner} columns does not divide over {tensor} tensor ranks")
     parts = layout.context * (tensor if config.sequence_parallel else 1)
     if batch.sequence_length % parts:
-        return Fault("context", f"a sequence of {batch.sequence_length} tokens does not divide into {parts} parts")
+        return ("context", f"a sequence of {batch.sequence_length} tokens does not divide into {parts} parts")
     if experts is None and layout.expert > 1:
-        return Fault("expert", f"'{shape.name}' has no experts to divide over {layout.expert} ranks; remove the key")
+        return ("expert", f"'{shape.name}' has no experts to divide over {layout.expert} ranks; remove the key")
     if experts is not None:
         if experts.num % layout.expert:
-            return Fault("expert", f"{experts.num} experts do not divide over {layout.expert} expert ranks")
+            return ("expert", f"{experts.num} experts do not divide over {layout.expert} expert ranks")
         ranks = layout.shared_ranks * tensor
         if ranks % layout.expert:
-            return Fault(
-                "expert", f"{layout.expert} expert ranks cannot be taken from {ranks} (tensor x context x data)"
-            )
+            return ("expert", f"{layout.expert} expert ranks cannot be taken from {ranks} (tensor x context x data)")
         if tensor > 1 and not config.sequence_parallel:
-            return Fault("sequence_parallel", "experts beside tensor ranks need 'sequence_parallel: true'")
+            return ("sequence_parallel", "experts beside tensor ranks need 'sequence_parallel: true'")
     if layout.shared_ranks % layout.optimizer_shards:
-        return Fault(
+        return (
             "optimizer_shards",
             f"{layout.optimizer_shards} shards do not divide {layout.shared_ranks} ranks with the same parameters",
         )
@@ -163,49 +157,49 @@ def _fault_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: Par
 
 def _fault_of_stages(layout: Layout, shape: ModelShape, config: ParallelConfig) -> Fault | None:
     if layout.pipeline % layout.copies:
-        return Fault("pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}")
+        return ("pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}")
     num_stages = layout.num_stages
     if isinstance(config.layers, tuple):
         if len(config.layers) != num_stages:
-            return Fault("layers", f"has {len(config.layers)} numbers for {num_stages} stages")
+            return ("layers", f"has {len(config.layers)} numbers for {num_stages} stages")
         if sum(config.layers) != shape.num_layers:
-            return Fault("layers", f"adds up to {sum(config.layers)} of {shape.num_layers} layers")
+            return ("layers", f"adds up to {sum(config.layers)} of {shape.num_layers} layers")
         if 0 in config.layers[1:-1]:
-            return Fault("layers", "leaves a stage between the first and the last without a layer")
+            return ("layers", "leaves a stage between the first and the last without a layer")
     elif config.layers == "even":
         try:
             layers_of_stages(shape.num_layers, num_stages)
         except ConfigError as error:
-            return Fault("layers", str(error).removeprefix("pipeline: "))
+            return ("layers", str(error).removeprefix("pipeline: "))
     elif shape.num_layers < max(num_stages - 2, 1):
-        return Fault("pipeline", f"{shape.num_layers} layers are too few for {num_stages} stages")
+        return ("pipeline", f"{shape.num_layers} layers are too few for {num_stages} stages")
     return None
 
 
 def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
     if batch.sequences is not None and batch.sequences % (layout.data * batch.micro_batch * layout.copies):
         ways = layout.data * layout.copies
-        return Fault(
+        return (
             "global_batch",
             f"{batch.sequences} sequences do not divide into micro-batches of {batch.micro_batch} on {ways} data ranks"
             + (" (two copies a pipeline)" if layout.copies > 1 else ""),
         )
     if batch.sequences is None and batch.accumulation % layout.copies:
-        return Fault("schedule", f"'dualpipe' needs an even number of micro-batches, not {batch.accumulation}")
+        return ("schedule", f"'dualpipe' needs an even number of micro-batches, not {batch.accumulation}")
     per_rank = SCHEDULES[layout.schedule].stages_per_rank
     if per_rank is not None and layout.interleave != per_rank:
-        return Fault("interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}")
+        return ("interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}")
     if layout.schedule == "interleaved_overlap" and layout.interleave < 2:
-        return Fault("interleave", f"'{layout.schedule}' has 2 or more stages a rank, not {layout.interleave}")
+        return ("interleave", f"'{layout.schedule}' has 2 or more stages a rank, not {layout.interleave}")
     if layout.pipeline == 1 and layout.interleave > 1:
-        return Fault("interleave", f"1 pipeline rank has no use for {layout.interleave} stages")
+        return ("interleave", f"1 pipeline rank has no use for {layout.interleave} stages")
     num_micro_batches = batch.num_micro_batches(layout)
     if num_micro_batches < 1:
-        return Fault("global_batch", f"{batch.sequences} sequences leave a pipeline without a micro-batch")
+        return ("global_batch", f"{batch.sequences} sequences leave a pipeline without a micro-batch")
     ranks = layout.schedule_ranks
     num_played = layout.interleave * ranks * min(num_micro_batches, _MOST_ROUNDS * ranks)
     if num_played > MOST_FORWARDS:
-        return Fault(
+        return (
             "pipeline",
             f"{ranks} pipeline ranks with {layout.interleave} stages each are {num_played} forward passes in a "
             f"schedule, of at most {MOST_FORWARDS}; lower it",
@@ -214,7 +208,7 @@ def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
         try:
             _made(layout.played_name, layout.schedule_ranks, layout.interleave, num_micro_batches, 0)
         except ConfigError as error:
-            return Fault("schedule", str(error).removeprefix("pipeline: "))
+            return ("schedule", str(error).removeprefix("pipeline: "))
     return None
 
 
@@ -287,8 +281,8 @@ def layouts(
         return found, None
     if not faults:
         written = ", ".join(f"{key} {value}" for key, value in config.pinned().items())
-        faults = [Fault("devices", f"no sizes with {written} multiply to {devices} devices; leave one of them out")]
-    return found, next((wrong for wrong in faults if wrong.key != "data"), faults[0])
+        faults = [("devices", f"no sizes with {written} multiply to {devices} devices; leave one of them out")]
+    return found, next((wrong for wrong in faults if wrong[0] != "data"), faults[0])
 
 
 def _candidates(

@@ -154,7 +154,8 @@ def plan_cluster(
     found, wrong = layouts(config, question.shape, question.batch, question.devices, question.cluster.node_devices)
     if not found:
         assert wrong is not None
-        raise ConfigError(f"{config.place_of(wrong.key)}: 'parallel.{wrong.key}': {wrong.text}")
+        key, text = wrong
+        raise ConfigError(f"{config.place_of(key)}: 'parallel.{key}': {text}")
     planner = Planner(question)
     waiting: list[tuple[float, int, str, Draft | LayoutPlan]] = []
     num_too_large = num_planned = 0

@@ -42,7 +42,7 @@ import torch
 
 from lowtide.core.fate import Tier
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Event, Lane, Slot
+from lowtide.engines.base import Engine, Event, Lane, Slot
 from lowtide.engines.device_ops import CopyPairs, StallMeter, TorchDevice
 from lowtide.engines.staging import NUM_STAGES, STAGE_BYTES, CopyLane, Mark, Staging
 from lowtide.engines.tiers.arena import Arena, Block
@@ -57,7 +57,7 @@ COPY_BYTES = 64 * 2**20
 PROBE_ROUNDS = 4
 
 
-class AcceleratorEngine:
+class AcceleratorEngine(Engine):
     """`Engine` on streams. See the module's text.
 
     `host_budget_bytes`: the user's cap on pinned host memory; what the cgroup and the machine can spare is one as well.
@@ -270,9 +270,6 @@ class AcceleratorEngine:
 
     def seconds_between(self, start: torch.Event, end: torch.Event) -> float | None:
         return start.elapsed_time(end) / 1e3 if start.query() and end.query() else None
-
-    def forget_free_memory(self) -> bool:
-        return False
 
     def is_capturing(self) -> bool:
         return self._ops.is_capturing()

@@ -55,7 +55,8 @@ Event: TypeAlias = Any
 
 
 class Engine(Protocol):
-    """What the runtime asks of an engine. All methods are called under the runtime's lock, from any thread."""
+    """What the runtime asks of an engine. All methods are called under the runtime's lock, from any thread. Those with
+    a body are right as they are for an engine whose device has no streams, no allocator of its own and no graphs."""
 
     name: str
     """'accelerator', 'host', or what an engine of your own calls itself."""
@@ -100,6 +101,7 @@ class Engine(Protocol):
     def compute_stream(self) -> Any:
         """The caller's compute stream, to be compared; the engine remembers that the runtime uses it. None where there
         is only one. All other calls that speak of `Lane.COMPUTE` mean the caller's stream too."""
+        return None
 
     def copy_out(self, source: torch.UntypedStorage, slot: Slot) -> None:
         """Enqueue on `Lane.OUT`: device bytes -> slot. `source.nbytes() == slot.nbytes`."""
@@ -129,9 +131,11 @@ class Engine(Protocol):
 
     def device_bytes(self) -> int | None:
         """What the device's allocator has given out now, or None where the device has no such counter."""
+        return None
 
     def device_peak_bytes(self) -> int | None:
         """The device allocator's own peak since `reset_device_peak`, or None where the device has no such counter."""
+        return None
 
     def reset_device_peak(self) -> None:
         """Start a new peak measurement."""
@@ -139,6 +143,7 @@ class Engine(Protocol):
     def stall_seconds(self) -> float:
         """Seconds that the compute lane has waited for copies so far, as far as the engine can tell by itself
         (accelerators: from event pairs around waits). Engines whose `wait` blocks the caller return 0.0 here."""
+        return 0.0
 
     def mark_time(self) -> Event | None:
         """A moment of the caller's compute stream, for `seconds_between`. None on an engine that has no clock."""
@@ -151,9 +156,11 @@ class Engine(Protocol):
 
         True where a step pays for what another one left. An engine whose memory is handed out by an allocator that is
         not lowtide's leaves that alone, and says False."""
+        return False
 
     def is_capturing(self) -> bool:
         """Whether what the caller launches is only recorded, to be replayed later as a graph of the device."""
+        return False
 
     def probe_bandwidth(self, nbytes: int) -> Link:
         """Move `nbytes` in both directions at once and report what each direction reached, and page faults cost."""

@@ -30,7 +30,7 @@ from typing import cast
 import torch
 
 from lowtide.core.plan import Plan
-from lowtide.engines.base import Event, Lane, Slot
+from lowtide.engines.base import Engine, Event, Lane, Slot
 from lowtide.engines.staging import CopyLane, Mark
 from lowtide.engines.tiers.disk import BLOCK_BYTES, DiskTier
 from lowtide.engines.tiers.host_buffers import BufferPool, HeapTrimmer, configure_malloc, page_fault_seconds_per_byte
@@ -46,7 +46,7 @@ _PROBE_COPY_BYTES = 16 << 20
 _NUM_TOUCHES = 3
 
 
-class HostEngine:
+class HostEngine(Engine):
     """Swap to disk on a machine whose "device" is its main memory. See the module and `Engine`.
 
     `directory`, `disk_budget_bytes`, `cap`: see `DiskTier`; an unusable directory is a `ConfigError`.
@@ -115,9 +115,6 @@ class HostEngine:
         self.trimmer.check(self.pool.mapped_bytes)
         return self.pool.take(nbytes)
 
-    def compute_stream(self) -> None:
-        return None
-
     def copy_out(self, source: torch.UntypedStorage, slot: Slot) -> None:
         assert source.nbytes() == slot.nbytes
         self._check_process()
@@ -161,20 +158,6 @@ class HostEngine:
     def memory_in_use(self) -> Mapping[str, int]:
         return {"disk": self.disk.used_bytes}
 
-    def device_bytes(self) -> int | None:
-        return None
-
-    def device_peak_bytes(self) -> int | None:
-        """None: there is no allocator to ask. The runtime's ledger and the kernel's VmHWM say it."""
-        return None
-
-    def reset_device_peak(self) -> None:
-        """Nothing to reset."""
-
-    def stall_seconds(self) -> float:
-        """0.0: `wait` blocks the caller and returns the seconds."""
-        return 0.0
-
     def mark_time(self) -> float:
         return time.perf_counter()
 
@@ -184,9 +167,6 @@ class HostEngine:
     def forget_free_memory(self) -> bool:
         self.pool.trim()
         return self.trimmer.restart(self.pool.mapped_bytes)
-
-    def is_capturing(self) -> bool:
-        return False
 
     def probe_bandwidth(self, nbytes: int) -> Link:
         """Write and read about `nbytes` each way at once. Takes two such slots of disk for the moment."""

@@ -77,8 +77,17 @@ def steady(seconds: Sequence[float], kinds: Sequence[Hashable]) -> list[float]:
     return [usual.get(kind, each) for each, kind in zip(seconds, kinds, strict=True)]
 
 
+def _timed(clock: HostClock | DeviceClock, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+    """As `Clock.run`."""
+    begun: Any = clock.begin()
+    out = func(*args, **kwargs)
+    return out, clock.end(begun)
+
+
 class HostClock:
     """Wall time, less what the thread spent waiting for a processor that others had."""
+
+    run = _timed
 
     def __init__(self) -> None:
         tiny, view = torch.empty(1), torch.ops.aten.alias.default
@@ -89,11 +98,6 @@ class HostClock:
             self._thread_time = time.perf_counter
             times = [self.run(view, (tiny,), {})[1] for _ in range(_NUM_PROBES)]
         self._overhead = sorted(times)[_NUM_PROBES // 2]
-
-    def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, float]:
-        begun = self.begin()
-        out = func(*args, **kwargs)
-        return out, self.end(begun)
 
     def begin(self) -> tuple[float, float]:
         """What cannot be called here, a compiled backward, begins; for `end`, which gives the mark for `seconds`."""
@@ -126,15 +130,12 @@ def seconds_between(start: torch.Event, end: torch.Event) -> float:
 class DeviceClock:
     """Time on the stream that each operator is enqueued on."""
 
+    run = _timed
+
     def __init__(self, ops: TorchDevice) -> None:
         self._ops = ops
         pairs = [self.run(lambda: None, (), {})[1] for _ in range(_NUM_PROBES)]
         self._overhead = sorted(seconds_between(*pair) for pair in pairs)[_NUM_PROBES // 2]
-
-    def run(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        begun = self.begin()
-        out = func(*args, **kwargs)
-        return out, self.end(begun)
 
     def begin(self) -> torch.Event:
         return timing_mark(self._ops)

@@ -112,7 +112,7 @@ class _Parked:
                 limit = index_limit(self.node.storage)
                 self.node.codec = self.saves.codec_of(self.back, self.node.shape.dtype, limit)
             if self.state.compiled is not None:
-                self.state.compiled.brought(self.back.nbytes())
+                self.state.compiled.made_bytes += self.back.nbytes()  # on record by itself
         return self.back
 
     @never_compiled

@@ -37,7 +37,6 @@ import inspect
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,17 +95,12 @@ def state_bytes(
     away = set(moved)
     # Plans say how much of what comes and goes is there.
     held = unique_bytes([p for p in parameters if p not in away], device_type) + sum(p.nbytes for p in moved)
-    state = _optimizer_bytes(optimizer, is_accelerator)
-    return StateBytes(
+    return dataclasses.replace(
+        _optimizer_bytes(optimizer, is_accelerator),
         parameters=held,
         buffers=unique_bytes([*parameters, *(b for b in model.buffers() if id(b) not in known)], device_type)
         - unique_bytes(parameters, device_type),
         gradients=sum(_gradient_bytes(p) for p in parameters if p.requires_grad),
-        optimizer=state.nbytes,
-        optimizer_movable=state.movable,
-        optimizer_unit=state.unit,
-        optimizer_temporaries=state.temporaries,
-        optimizer_share_at_once=state.share_at_once,
         inputs=inputs,
     )
 
@@ -117,22 +111,9 @@ def _gradient_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Bytes of an optimizer: see `StateBytes`."""
-
-    nbytes: int = 0
-    movable: int = 0
-    unit: int = 0
-    temporaries: int = 0
-    share_at_once: float = 1.0
-    largest: tuple[int, int] = (0, 0)
-    """Of the parameter with the most state that can move: the bytes of that, and its number."""
-
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bool) -> _State:
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bool) -> StateBytes:
     if optimizer is None:
-        return _State()
+        return StateBytes()
     optimizer = bare(optimizer)
     try:
         return _dry_run(optimizer, is_accelerator)
@@ -142,11 +123,12 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, is_accelerator: bo
             "has now is counted; take one step first if it has none",
             stacklevel=4,
         )
-        return _state_of(optimizer, _in_stretches(optimizer, is_accelerator))
+        return _state_of(optimizer, _in_stretches(optimizer, is_accelerator))[0]
 
 
-def _state_of(optimizer: torch.optim.Optimizer, in_stretches: set[int]) -> _State:
-    """The state that there is. `in_stretches`: numbers of the parameters that may be stepped so."""
+def _state_of(optimizer: torch.optim.Optimizer, in_stretches: set[int]) -> tuple[StateBytes, tuple[int, int]]:
+    """The state that there is; and of the parameter with the most of it that can move: the bytes of that, and its
+    number. `in_stretches`: numbers of the parameters that may be stepped so."""
     number_of = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
     movable: list[torch.Tensor] = []
     unit, largest = 0, (0, 0)
@@ -161,9 +143,8 @@ def _state_of(optimizer: torch.optim.Optimizer, in_stretches: set[int]) -> _Stat
         if number_of.get(id(parameter)) in in_stretches and num_elements > CUT_ELEMENTS:
             nbytes = -(-nbytes * CUT_ELEMENTS // num_elements)
         unit = max(unit, nbytes)
-    return _State(
-        nbytes=unique_bytes(optimizer_tensors(optimizer)), movable=unique_bytes(movable), unit=unit, largest=largest
-    )
+    nbytes = unique_bytes(optimizer_tensors(optimizer))
+    return StateBytes(optimizer=nbytes, optimizer_movable=unique_bytes(movable), optimizer_unit=unit), largest
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -181,7 +162,7 @@ def _in_stretches(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> set
     }
 
 
-def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
+def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> StateBytes:
     """The state after steps of a copy on fake parameters, and the most that they needed beyond."""
     devices = {parameter.device for parameter in _parameters(optimizer)}
     before = take(beside=optimizer, called=True, devices=devices)
@@ -189,9 +170,9 @@ def _dry_run(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> _State:
         with FakeTensorMode(allow_non_fake_inputs=True):
             twin, fakes = _twin(optimizer, is_accelerator)
             temporaries = _temporaries(twin, fakes)
-            state = _state_of(twin, _in_stretches(optimizer, is_accelerator))
-            share = _share_at_once(optimizer, is_accelerator, state, temporaries)
-            return dataclasses.replace(state, temporaries=temporaries, share_at_once=share)
+            state, largest = _state_of(twin, _in_stretches(optimizer, is_accelerator))
+            share = _share_at_once(optimizer, is_accelerator, state.optimizer_movable, largest, temporaries)
+            return dataclasses.replace(state, optimizer_temporaries=temporaries, optimizer_share_at_once=share)
     finally:
         before.restore()  # what the copy shares with the original: objects of the optimizer's own class
 
@@ -208,9 +189,11 @@ def _temporaries(twin: torch.optim.Optimizer, fakes: list[nn.Parameter]) -> int:
     return max(0, live.peak_bytes - unique_bytes(there) - unique_bytes(optimizer_tensors(twin)))
 
 
-def _share_at_once(optimizer: torch.optim.Optimizer, is_accelerator: bool, state: _State, temporaries: int) -> float:
+def _share_at_once(
+    optimizer: torch.optim.Optimizer, is_accelerator: bool, movable: int, of_largest: tuple[int, int], temporaries: int
+) -> float:
     """See `StateBytes`. A list of parameters needs more temporaries than its largest member alone, in proportion."""
-    nbytes, largest = state.largest
+    nbytes, largest = of_largest
     if not temporaries or not nbytes:
         return 1.0
     twin, fakes = _twin(optimizer, is_accelerator)
@@ -221,7 +204,7 @@ def _share_at_once(optimizer: torch.optim.Optimizer, is_accelerator: bool, state
         alone = _temporaries(twin, fakes)
     except Exception:  # some want a gradient for each
         return 1.0
-    return min(1.0, nbytes * max(1.0, temporaries / alone) / state.movable) if alone else 1.0
+    return min(1.0, nbytes * max(1.0, temporaries / alone) / movable) if alone else 1.0
 
 
 def _twin(optimizer: torch.optim.Optimizer, is_accelerator: bool) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:

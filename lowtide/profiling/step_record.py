@@ -2,10 +2,10 @@
 
 Told: a `Trace` has operators, storages, nodes and layers, as plain records that hold no tensor. fake/expand_layers.py
 extends it, build_profile.py reads it.
-Meanwhile: `Operators` has the columns of the trace while they grow, and autograd's number of each operator. `StepState`
-has the storages, the module that is running, and what an operator was given and gave out, in records. `StepRecorder`
-sees operators and compiled parts (step_recorder.py), `ModuleWatch` modules (module_watch.py), `SavedTensorRecorder`
-what autograd saves (saved_tensors.py); each writes here.
+Meanwhile: `Operators` are the columns of the trace, which grow, and autograd's number of each operator. `StepState` has
+the storages, the module that is running, and what an operator was given and gave out, in records. `StepRecorder` sees
+operators and compiled parts (step_recorder.py), `ModuleWatch` modules (module_watch.py), `SavedTensorRecorder` what
+autograd saves (saved_tensors.py); each writes here.
 
 Cost: a few appends an operator. Not covered: what is made of it (build_profile.py).
 """
@@ -90,9 +90,11 @@ class Span:
 
 
 @dataclass(slots=True, kw_only=True)
-class Columns:
-    """The operators of a step in the order in which they ran: one entry for each in every column."""
+class Operators:
+    """The operators of a step in the order in which they ran: one entry for each in every column. `clock` says how long
+    each took, once the step is over."""
 
+    clock: Clock
     calls: list[OpCall] = field(default_factory=list)
     """The forward's alone."""
     names: list[str] = field(default_factory=list)
@@ -107,13 +109,77 @@ class Columns:
     temporary: list[tuple[int, int]] = field(default_factory=list)
     """(operator, bytes): what an operator, or a compiled part, holds inside of it at its worst moment beyond what it
     gives out."""
+    _marks: list[Any] = field(default_factory=list)
+    _end_sequence: int = 0
+    _nodes: list[tuple[int, str]] = field(default_factory=list)
+    """Autograd's number of the last node that an operator of the forward made, and the operator's name."""
+
+    @property
+    def count(self) -> int:
+        """Operators that have run; also the index of the next."""
+        return len(self.names)
+
+    @property
+    def is_backward(self) -> bool:
+        """The forward is over."""
+        return self.num_forward >= 0
+
+    def begin_forward(self) -> None:
+        self.start_sequence = next_sequence_number()
+
+    def begin_backward(self) -> None:
+        self.num_forward = self.count
+        self._end_sequence = next_sequence_number()
+
+    def add(self, call: OpCall, mark: Any, sequence: int) -> None:
+        """An operator has run. `sequence`: as in `sequences`."""
+        self.sequences.append(sequence)
+        if not self.is_backward:
+            self.calls.append(call)
+        self._marks.append(self.clock.seconds(mark, call))
+        self.names.append(call.name)
+
+    def add_compiled(self, call: OpCall, mark: Any, sequence: int) -> None:
+        """A compiled part has run, forward or backward, as one operator. `sequence`: autograd's number of it."""
+        if self.is_backward:
+            self.add(call, mark, self._known(sequence))
+        else:
+            self._note_node(sequence, call.name)
+            self.add(call, mark, -1)
+
+    def note_node(self, name: str) -> None:
+        """The node of the operator that is running has been made: it has the number before the next one."""
+        number = next_sequence_number() - 1
+        if number >= self.start_sequence:
+            self._note_node(number, name)
+
+    def _note_node(self, number: int, name: str) -> None:
+        if not self._nodes or number > self._nodes[-1][0]:
+            self._nodes.append((number, name))
+
+    def backward_now(self) -> tuple[int, str]:
+        """The number and the name of the backward operator that is running."""
+        node = current_autograd_node()
+        number = self.sequences[-1] if node is None else self._known(sequence_number(node))
+        position = bisect.bisect_right(self._nodes, number, key=itemgetter(0)) - 1
+        return number, f"{self._nodes[position][1] if position >= 0 else OUTSIDE}:backward"
+
+    def _known(self, number: int) -> int:
+        """Gradient accumulators, and what a recomputation made in backward, have numbers beyond the forward's: they
+        count to what ran before them."""
+        return number if self.start_sequence <= number < self._end_sequence else self.sequences[-1]
+
+    def finish(self) -> None:
+        """The step is over: the clock says how long each operator took."""
+        self.seconds = self.clock.settle(self._marks)
+        self._marks.clear()
 
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
     """Everything that one step told."""
 
-    ops: Columns
+    ops: Operators
     storages: list[Storage]
     off_device: set[int]
     """Indices of storages that are not on the device that counts."""
@@ -137,89 +203,13 @@ class Trace:
 # -- while it is watched ----------------------------------------------------------------------------------------------
 
 
-class Operators:
-    """The operators that have run. `clock` says how long each took, once the step is over."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.columns = Columns()
-        self._marks: list[Any] = []
-        self._end_sequence = 0
-        self._nodes: list[tuple[int, str]] = []
-        """Autograd's number of the last node that an operator of the forward made, and the operator's name."""
-
-    @property
-    def count(self) -> int:
-        """Operators that have run; also the index of the next."""
-        return len(self.columns.names)
-
-    @property
-    def is_backward(self) -> bool:
-        """The forward is over."""
-        return self.columns.num_forward >= 0
-
-    @property
-    def start_sequence(self) -> int:
-        return self.columns.start_sequence
-
-    def begin_forward(self) -> None:
-        self.columns.start_sequence = next_sequence_number()
-
-    def begin_backward(self) -> None:
-        self.columns.num_forward = self.count
-        self._end_sequence = next_sequence_number()
-
-    def add(self, call: OpCall, mark: Any, sequence: int) -> None:
-        """An operator has run. `sequence`: as in `Columns`."""
-        columns = self.columns
-        columns.sequences.append(sequence)
-        if not self.is_backward:
-            columns.calls.append(call)
-        self._marks.append(self.clock.seconds(mark, call))
-        columns.names.append(call.name)
-
-    def add_compiled(self, call: OpCall, mark: Any, sequence: int) -> None:
-        """A compiled part has run, forward or backward, as one operator. `sequence`: autograd's number of it."""
-        if self.is_backward:
-            self.add(call, mark, self._known(sequence))
-        else:
-            self._note_node(sequence, call.name)
-            self.add(call, mark, -1)
-
-    def note_node(self, name: str) -> None:
-        """The node of the operator that is running has been made: it has the number before the next one."""
-        number = next_sequence_number() - 1
-        if number >= self.start_sequence:
-            self._note_node(number, name)
-
-    def _note_node(self, number: int, name: str) -> None:
-        if not self._nodes or number > self._nodes[-1][0]:
-            self._nodes.append((number, name))
-
-    def backward_now(self) -> tuple[int, str]:
-        """The number and the name of the backward operator that is running."""
-        node = current_autograd_node()
-        number = self.columns.sequences[-1] if node is None else self._known(sequence_number(node))
-        position = bisect.bisect_right(self._nodes, number, key=itemgetter(0)) - 1
-        return number, f"{self._nodes[position][1] if position >= 0 else OUTSIDE}:backward"
-
-    def _known(self, number: int) -> int:
-        """Gradient accumulators, and what a recomputation made in backward, have numbers beyond the forward's: they
-        count to what ran before them."""
-        return number if self.start_sequence <= number < self._end_sequence else self.columns.sequences[-1]
-
-    def finish(self) -> Columns:
-        self.columns.seconds = self.clock.settle(self._marks)
-        return self.columns
-
-
 class StepState:
     """See the module's text. `mode` is the dispatch mode that sees the operators; `next_name(op)` gives the name of
     what the next `op` of the module that is running makes."""
 
     def __init__(self, device: torch.device, clock: Clock, mode: Any, next_name: Callable[[str], str]) -> None:
         self.device = device
-        self.ops = Operators(clock)
+        self.ops = Operators(clock=clock)
         self.storages = Storages(device, lambda: self.ops.count)
         self.mode = mode
         self.next_name = next_name
@@ -312,10 +302,6 @@ class CompiledCall:
         self._state.named[record.index] = name
         self.made_bytes += record.nbytes
         return record
-
-    def brought(self, nbytes: int) -> None:
-        """Count a parked storage that came back for it, and is on record by itself."""
-        self.made_bytes += nbytes
 
     def output(self, leaf: Any) -> Value | None:
         """Put on record what it has given out."""

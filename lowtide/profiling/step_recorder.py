@@ -138,7 +138,7 @@ class StepRecorder(Recorder):
             raise
         if self._memory is not None:
             call.temporary_bytes = self._memory.end()
-            state.ops.columns.temporary.append((call.index, call.temporary_bytes))
+            state.ops.temporary.append((call.index, call.temporary_bytes))
         sequence = self._note_call(call, out)
         if self._held_casts is not None and self.watch.is_autocast and not state.ops.is_backward:
             self._hold_cast(self._held_casts, func, args, out)
@@ -233,12 +233,13 @@ class StepRecorder(Recorder):
         local = [inside(grad) for grad in gradients if grad is not None]
         made = [storages.find(grad) for grad in local if is_plain_or_fake(grad)]
         storages.close()
+        self.state.ops.finish()
         unread = [index for index, node in saves.nodes.items() if not node.reads and index not in saves.staying]
         stuck = [*unread, *(index for index in saves.nodes if index in saves.staying)]
         for index in stuck:  # by the name of its first save, as the runtime has it; later writes gave it others
             storages.records[index].name = saves.nodes[index].name
         return Trace(
-            ops=self.state.ops.finish(),
+            ops=self.state.ops,
             storages=storages.records,
             off_device=storages.off_device,
             nodes=sorted(nodes, key=lambda node: (node.saved, node.storage.index)),
@@ -316,7 +317,7 @@ def _run(state: StepState, module: nn.Module, call: Callable, args: tuple, kwarg
     nodes = graphs_between([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], stops)
     # With several graphs, what the first ones saved is parked already when the last one runs.
     beyond = peak_bytes - under_way.made_bytes if len(nodes) == 1 else peak_bytes
-    ops.columns.temporary.append((record.index, max(0, beyond)))
+    ops.temporary.append((record.index, max(0, beyond)))
     ops.add_compiled(record, mark, sequence)
     for node in nodes:
         _record_backward(state, record.name, node)
@@ -389,5 +390,5 @@ def _backward(state: StepState, name: str, sequence: int) -> Iterator[Any]:
         value = under_way.output(leaf)
         if value is not None and not value.storage.name:
             value.storage.name = f"{name}#{value.storage.index}"
-    ops.columns.temporary.append((call.index, max(0, peak_bytes - under_way.made_bytes)))
+    ops.temporary.append((call.index, max(0, peak_bytes - under_way.made_bytes)))
     ops.add_compiled(call, mark, sequence)

@@ -20,7 +20,7 @@ from typing import Any
 from lowtide.core.profile import Shift
 from lowtide.core.recipe import Recipe
 from lowtide.profiling.fake.fake_model import CannotSkipError, Run
-from lowtide.profiling.step_record import Columns, NodeRecord, Span, Trace
+from lowtide.profiling.step_record import NodeRecord, Operators, Span, Trace
 from lowtide.recipes.graph import Storage
 
 
@@ -172,7 +172,8 @@ class _Expansion:
         where = [replaced, *cloned]
         return dataclasses.replace(
             trace,
-            ops=Columns(
+            ops=Operators(
+                clock=trace.ops.clock,
                 names=self._column(trace.ops.names, renamed=True),
                 seconds=self._column(trace.ops.seconds),
                 sequences=self._sequence_column(),

@@ -66,19 +66,6 @@ class Spillable(Kept):
     the bytes are counted while any of them lives; when it is spilled, all let go.
     """
 
-    __slots__ = (
-        "_num_readers",
-        "first",
-        "nbytes",
-        "queue",
-        "scheduler",
-        "sequence",
-        "site",
-        "spilled",
-        "view",
-        "views",
-    )
-
     first: Spillable | None
     """None: it is the first itself."""
     scheduler: OffloadScheduler
