@@ -230,7 +230,7 @@ class Draft:
     times: tuple[StageTimes, ...]
     tasks: tuple[RankAtWorst, ...]
     layers: Mapping[str, Layer]
-    layers_key: tuple[int, ...]
+    memory: Memory
     gradients: float
     optimizer: float
     moved_bytes: int
@@ -255,8 +255,8 @@ class Planner:
             },
             memory_bytes_per_second=share * hardware.memory_bytes_per_second,
         )
-        self._layers: dict[tuple[int, ...], dict[str, Layer]] = {}
-        self._memories: dict[tuple[int, ...], Memory] = {}
+        self._known: dict[tuple[int, ...], tuple[dict[str, Layer], Memory]] = {}
+        """By the ranks that share a layer."""
 
     def draft(self, layout: Layout, *, moves: bool = False) -> Draft:
         """Stages, bounds, and what each rank has to hold. `moves`: the optimizer's state is elsewhere."""
@@ -270,9 +270,9 @@ class Planner:
             hardware=self._hardware,
             cluster=question.cluster,
         )
-        if key not in self._layers:
-            self._layers[key] = {kind: make_layer(place, kind) for kind in dict.fromkeys(question.shape.kinds)}
-        layers = self._layers[key]
+        if key not in self._known:
+            self._known[key] = {kind: make_layer(place, kind) for kind in dict.fromkeys(question.shape.kinds)}, {}
+        layers, memory = self._known[key]
         stages, times = self._stages(place, layers)
         num_micro_batches = question.batch.num_micro_batches(layout)
         schedules = schedules_of(layout, num_micro_batches)
@@ -309,7 +309,7 @@ class Planner:
             times=times,
             tasks=tuple(tasks),
             layers=layers,
-            layers_key=key,
+            memory=memory,
             gradients=gradients,
             optimizer=optimizer,
             moved_bytes=moved_bytes,
@@ -343,8 +343,7 @@ class Planner:
         order = sorted(range(len(draft.tasks)), key=lambda rank: -_fullness(draft, rank))
         by_rank: dict[int, PlannedRank] = {}
         for rank in order:
-            memory = self._memories.setdefault(draft.layers_key, {})
-            found = plan_rank(draft.tasks[rank], draft.layers, self.question.hardware.link, memory)
+            found = plan_rank(draft.tasks[rank], draft.layers, self.question.hardware.link, draft.memory)
             if found is None:
                 return None
             by_rank[rank] = found

@@ -85,11 +85,6 @@ class PlanContext:
     def counters(self) -> Counters:
         return self.scheduler.counters
 
-    @property
-    def ledger(self) -> Ledger:
-        """Of the bytes of activations on the device."""
-        return self.scheduler.ledger
-
     @functools.cached_property
     def stay_rules(self) -> Rules:
         """The rules without recompute: the fate of what a recomputed region must hold on to."""

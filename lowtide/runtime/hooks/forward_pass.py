@@ -75,7 +75,8 @@ class ForwardPass:
         self.context = context
         self.entry = entry
         self.queue = PrefetchQueue()
-        self.follower = context.scheduler.follower(self.queue)
+        self.follower = functools.partial(context.scheduler.follow, self.queue)
+        """Handles call it when they are opened: it tells the queue how far backward has come."""
         self.at = LayerPass(entry)
         self._calls: Counter[tuple[str, str]] = Counter()
         """Of layers, and of modules with retained inputs, by kind and name."""
@@ -329,8 +330,7 @@ class ForwardPass:
         if node.is_made or node.is_encoded:
             source = recipe_graph.find(node, tensor)
             if source is None and entry.is_counted and saved.is_movable:
-                start = self._encode if node.is_encoded else self._make
-                source = start(saved, node)
+                source = self._encode(saved, node) if node.is_encoded else recipe_graph.make(node, tensor)
             if source is None:
                 self._miss()
                 return self._keep(saved, is_counted=entry.is_counted, is_planned=False)
@@ -352,10 +352,6 @@ class ForwardPass:
         """Recipes may start from a tensor that was swapped."""
         assert self.recipe_graph is not None and isinstance(handle.source, OffloadedStorage)
         self.recipe_graph.add(node, OffloadedSource(handle.source, handle.view))
-
-    def _make(self, saved: Saved, node: Node) -> RecomputedSource | None:
-        assert self.recipe_graph is not None
-        return self.recipe_graph.make(node, saved.tensor)
 
     def _encode(self, saved: Saved, node: Node) -> RecomputedSource | None:
         """The source of a tensor that is to be stored smaller: when the next operator saves something."""

@@ -163,7 +163,7 @@ class Regions:
         watch = self._context.watch(module)
         call = Call(module, forward, *without_cache(module, args, kwargs, watch.refusal_of))
         note = functools.partial(self._note_dropped, now.layer)
-        dropped = Dropped(self._context.counters, self._context.ledger, note)
+        dropped = Dropped(self._context.counters, self._context.scheduler.ledger, note)
         return RegionRun(call, dropped, watch, self._context.fingerprints, is_first=self._first.is_on)
 
     def _run(self, now: Pass, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
@@ -185,7 +185,7 @@ class Regions:
                 self._parts,
                 now.layer.name,
                 counters=self._context.counters,
-                ledger=self._context.ledger,
+                ledger=self._context.scheduler.ledger,
                 compares=is_first,
             )
 

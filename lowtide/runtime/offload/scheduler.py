@@ -430,10 +430,6 @@ class OffloadScheduler:
         if site.task in self._open_sites:
             self._open_sites[site.task].add(site)
 
-    def follower(self, queue: PrefetchQueue) -> Callable[[], None]:
-        """A function that handles call when they are opened: it tells the queue how far backward has come."""
-        return functools.partial(self.follow, queue)
-
     def release(self, site: OffloadedStorage) -> None:
         """The last reader of this backward has its tensor: free the buffer. The slot keeps the bytes for the next."""
         copy = site.copy
