@@ -111,7 +111,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def find_largest(
-    peak_at: Callable[[int], int | None], *, budget_bytes: int, start: int, most: int, closeness: float = 0.05
+    peak_at: Callable[[int], int | None], *, budget_bytes: int, start: int, most: int, closeness: float = 0.01
 ) -> tuple[int, Mapping[int, int | None]]:
     """The largest size up to `most` whose peak is within the budget, and every peak that was measured.
 
