@@ -161,9 +161,12 @@ class _LayerInBlocks:
 
         inputs = [hidden]
         if before.given is not None:
-            parts = RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first))
-            groups = [parts[start : start + 3] for start in range(0, len(parts), 3)]
-            inputs += [_attend(given.lead, group, before.setting) for group in groups]
+            parts = list(RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first)))
+            # What attention has read may go before the blocks after it run.
+            while parts:
+                group = [parts.pop(0) for _ in range(3)]
+                inputs.append(_attend(given.lead, group, before.setting))
+                del group
         (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
         whole = out.view(*given.lead, *out.shape[1:])
         return whole if isinstance(after.result, torch.Tensor) else type(after.result)((whole, *after.result[1:]))
@@ -366,7 +369,7 @@ def _rows_of(name: str, result: Any, is_batched: bool) -> torch.Tensor:
     return out[0] if is_batched else out
 
 
-def _attend(lead: torch.Size, parts: tuple[torch.Tensor, ...], setting: dict[str, Any]) -> torch.Tensor:
+def _attend(lead: torch.Size, parts: list[torch.Tensor], setting: dict[str, Any]) -> torch.Tensor:
     """What attention gives for a group of heads, by rows. `parts`: its query, key and value, likewise."""
     query, key, value = (each.view(*lead, *each.shape[1:]).transpose(1, 2) for each in parts)
     made = F.scaled_dot_product_attention(query, key, value, **setting).transpose(1, 2)

@@ -131,6 +131,19 @@ def test_attention_comes_and_goes_by_groups_of_heads() -> None:
     assert [site.nbytes for site in made] == 2 * [150 * 2 * 8 * 4, 150 * 2 * 4], [site.name for site in made]
 
 
+def test_what_attention_has_read_is_gone_before_the_rest_of_the_layer() -> None:
+    """Else query, key and value of all heads stand beside each block of the MLP, wherever they are swapped to."""
+    model, (x, shift, _) = Own(Layer(num_keys=2)), _numbers(torch.float32)
+    take_layers_in_blocks(model, 64)
+    profile = lowtide.observe(model, lambda: model(x, shift).sum())
+    names = profile.op_names[: profile.num_forward_ops]
+    first, last = (number for number, name in enumerate(names) if name.startswith("layers.0.sdpa"))
+    rest = next(number for number, name in enumerate(names) if number > last and name.startswith("layers.0.up."))
+    heads = [node for node in profile.nodes if node.saved <= last and node.nbytes >= 150 * 8 * 4]
+    read = [node.dies for node in heads if not node.name.startswith("layers.0.sdpa")]
+    assert len(read) == 6 and max(read[:3]) < last and max(read) < rest, (read, first, last, rest)
+
+
 @pytest.mark.parametrize("rows", [64, 1000])
 def test_under_autocast(rows: int) -> None:
     layer, numbers = Layer(), _numbers(torch.float32)
