@@ -347,7 +347,8 @@ class Reduced(nn.Module):
         if self.kind == "cumprod":
             return h.tanh().cumprod(1)
         if self.kind == "cdist":
-            return torch.cdist(h, x).softmax(-1) @ h
+            # torch has no bfloat16 for few rows.
+            return torch.cdist(h.float(), x.float()).to(h.dtype).softmax(-1) @ h
         if self.kind == "std":
             return (h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 0.1)
         if self.kind == "einsum":
