@@ -162,11 +162,8 @@ class _LayerInBlocks:
         inputs = [hidden]
         if before.given is not None:
             parts = list(RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first)))
-            # What attention has read may go before the blocks after it run.
-            while parts:
-                group = [parts.pop(0) for _ in range(3)]
-                inputs.append(_attend(given.lead, group, before.setting))
-                del group
+            while parts:  # what attention has read goes before the blocks after it run
+                inputs.append(_attend(given.lead, [parts.pop(0) for _ in range(3)], before.setting))
         (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
         whole = out.view(*given.lead, *out.shape[1:])
         return whole if isinstance(after.result, torch.Tensor) else type(after.result)((whole, *after.result[1:]))
