@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -149,6 +150,24 @@ class Rank:
     def _casting(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.casts)
 
+    @contextlib.contextmanager
+    def coming_late(self, seconds: float) -> Iterator[None]:
+        """Inside, each product of a block without experts takes so much longer."""
+
+        def late(*given: Any) -> Tensor:
+            time.sleep(seconds)
+            return product(*given)
+
+        blocks = [module for module in self.own.modules() if isinstance(module, Block)]
+        product = blocks[0].product if blocks else linear
+        for block in blocks:
+            block.product = late
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.product = product
+
     def train(self, num_steps: int, plans: StagePlans | None = None) -> tuple[list[list[Tensor]], list[int]]:
         """Of each step: losses and gradients; and the peak."""
         bits, peaks = [], []
@@ -263,7 +282,11 @@ def kept(
         it = Rank(name, rank, **(about or {}))
         with contextlib.closing(it.pipeline), it.fit(2**30, **rules) as plans:
             assert all(plan.does_nothing for plan in plans.plans.values()) == (recompute is None)
-            _, peaks = it.train(3, plans)  # how many messages are there at once is chance
+            _, peaks = it.train(3, plans)
+            # How many messages are there at once is chance, but for those of a rank that the others wait for.
+            for slow in range(dist.get_world_size()):
+                with it.coming_late(0.003 * (slow == rank)):
+                    peaks += it.train(1, plans)[1]
             found.append((plans.found.peak_bytes, max(peaks)))
     return found
 
