@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.config.memory import load_memory
@@ -468,3 +471,57 @@ def test_memory_that_runs_out_in_a_second_run_says_nothing_about_the_layer() -> 
         with pytest.warns(UserWarning, match=r"out of memory \(.*\); everything is swapped now, and the micro-batch"):
             tide.step(lambda: model(x).backward())
         assert tide.stats.num_retries == 1
+
+
+class _Operators(TorchDispatchMode):
+    """Counts matrix products inside the layers' forwards of a backward pass."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.is_backward = False
+        self._inside: list[str] = []
+        for name in layers:
+            layer = model.get_submodule(name)
+            layer.forward = functools.partial(self._run, name, layer.forward)
+
+    def _run(self, name: str, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._inside.append(name)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._inside.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_backward and self._inside and _is_product(func.overloadpacket.__name__):
+            self.counts[self._inside[-1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _is_product(operator: str) -> bool:
+    return operator.rstrip("_0123456789") in {"mm", "addmm", "bmm", "baddbmm"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_run_ends_where_the_profile_says(name: str) -> None:
+    """Matrix products stand for what takes time: the last one of an MLP is not run, unless something after it saves."""
+    case = zoo.CASES[name]
+    model, batch = case.build(0), case.batch(0)
+    torch.manual_seed(1)
+    profile = observe(model, lambda: case.loss(model, batch))
+    operators = _Operators(model, profile.layers)
+    with lowtide.apply(model, planned(profile, budget="1TiB", recompute="all")):
+        for _ in range(3):  # the first ones go to the end of each layer, and look at what it gives
+            operators.counts.clear()
+            torch.manual_seed(1)
+            loss = case.loss(model, batch)
+            with operators:
+                operators.is_backward = True
+                loss.backward()
+            operators.is_backward = False
+    expected: Counter[str] = Counter()
+    for call in profile.calls:
+        names = profile.op_names[call.first_op : call.enough_op]
+        expected[call.name] += sum(_is_product(op.rpartition(".")[2]) for op in names)
+    print(name, operators.counts, expected, [(call.enough_op, call.end_op) for call in profile.calls])
+    assert operators.counts == expected

@@ -25,7 +25,7 @@ from lowtide.core.json_text import OLD_NAME, Mistake, build, parse_json
 from lowtide.core.recipe import Codec, Recipe, RetainedInput
 from lowtide.errors import ConfigError
 
-PROFILE_SCHEMA = 5
+PROFILE_SCHEMA = 6
 _MOST_AMOUNT = 10**18
 """Bytes, seconds and numbers of operators above it are a slip."""
 
@@ -128,6 +128,8 @@ class LayerCall:
     first_op: int
     end_op: int
     """Its forward operators are `first_op .. end_op - 1`."""
+    enough_op: int
+    """A second run of it ends before this operator: from here on it saves nothing."""
     end_sequence: int
     """Autograd's sequence number when it was over, counted from the start of the forward pass."""
     inputs: tuple[str, ...]
@@ -302,7 +304,7 @@ def _check(profile: Profile) -> None:
             _check_amounts((entry.nbytes,), part, index, "nbytes")
     for index, call in enumerate(profile.calls):
         where = ("calls", index)
-        if not 0 <= call.first_op <= call.end_op <= profile.num_forward_ops:
+        if not 0 <= call.first_op <= call.enough_op <= call.end_op <= profile.num_forward_ops:
             raise Mistake(f"expected operators within 0 to {profile.num_forward_ops}", *where, "first_op")
         if len(call.op_bytes) != call.end_op - call.first_op:
             raise Mistake("expected one number for each operator of the call", *where, "op_bytes")

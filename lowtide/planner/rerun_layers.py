@@ -8,9 +8,12 @@ then plans the rest as always. `choices` says which sets of layers are worth a t
 Why a profile and not a fate of items: everything after it (ticks, lifetimes, sequence numbers, the program, the
 timeline) stays as it is.
 
-Cost: linear in operators and nodes. Not covered: the early end of the second run (it stops at the last operator that
-saves something: less time and fewer bytes than counted here); layers that write into their inputs, or that are given
-something that is no node (`LayerCall.why_not`); the random state that each run holds (5 KB of main memory).
+A second run ends where nothing is saved any more: before the last product of an MLP, say, whose input is all that
+backward needs. Those operators take no time here. Their bytes are counted, for a run that is fingerprinted to its end.
+
+Cost: linear in operators and nodes. Not covered: the time of a second run that goes to its end all the same (the
+first of a plan, one with Functions or compiled parts); layers that write into their inputs, or that are given something
+that is no node (`LayerCall.why_not`); the random state that each run holds (5 KB of main memory).
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class _Rerun:
 def call_seconds(profile: Profile, layer: str, more_seconds: float = 0.0) -> float:
     """What running a layer once more takes. `more_seconds`: of each call, beside its operators."""
     calls = [call for call in profile.calls if call.name == layer]
-    return sum(more_seconds + sum(profile.op_seconds[call.first_op : call.end_op]) for call in calls)
+    return sum(more_seconds + sum(profile.op_seconds[call.first_op : call.enough_op]) for call in calls)
 
 
 def run_again(profile: Profile, layers: Collection[str], *, more_seconds: float = 0.0) -> Profile:
@@ -153,8 +156,10 @@ class _Again:
         return column[rerun.call.first_op : rerun.call.end_op]
 
     def _rerun_seconds(self, rerun: _Rerun) -> Sequence[float]:
-        first, *others = self._of(self.old.op_seconds, rerun)
-        return [first + self.more_seconds, *others]
+        call = rerun.call
+        seconds = list(self.old.op_seconds[call.first_op : call.enough_op]) + [0.0] * (call.end_op - call.enough_op)
+        seconds[0] += self.more_seconds
+        return seconds
 
     def _rerun_bytes(self, rerun: _Rerun) -> list[int]:
         """Beside nodes: what lives across the point at which it runs, and what the call itself makes."""

@@ -238,6 +238,7 @@ def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> tuple[LayerC
                 name=span.name,
                 first_op=span.first_op,
                 end_op=span.end_op,
+                enough_op=span.enough_op,
                 end_sequence=span.end_sequence - trace.ops.start_sequence,
                 inputs=span.inputs,
                 op_bytes=_curve([(begin - first, dies - first, nbytes) for begin, dies, nbytes in there], end - first),

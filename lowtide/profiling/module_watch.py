@@ -127,7 +127,8 @@ class ModuleWatch:
 
     def _enter_layer(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         state, now = self.state, next_sequence_number()
-        span = Span(name=name, first_op=state.ops.count, end_op=0, first_sequence=now, end_sequence=0)
+        first_op = state.ops.count
+        span = Span(name=name, first_op=first_op, end_op=0, enough_op=0, first_sequence=now, end_sequence=0)
         with state.silently():
             span.why_not = why_not_rerun(module, args, kwargs)
         span.given, span.versions = self._given_to(name, (args, kwargs), span), versions_of_parameters(module)
@@ -161,6 +162,7 @@ class ModuleWatch:
         if span.versions != versions_of_parameters(module):
             span.why_not = "it writes to its own parameters"
         span.end_op, span.end_sequence = state.ops.count, next_sequence_number()
+        span.enough_op = min(max(self._saves.enough_op, span.first_op), span.end_op)
         self._spans.append(span)
         state.layer = self._open[-1].name if self._open else ""
 

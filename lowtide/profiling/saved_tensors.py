@@ -152,6 +152,8 @@ class SavedTensorRecorder:
         """Indices of activations that were saved and that no plan can move, and why."""
         self.ambiguous: set[str] = set()
         """Names that more than one storage has."""
+        self.enough_op = 0
+        """The first operator after all that have saved something so far."""
         self.read_early = ""
         """A node that was read before the forward was over."""
         self._state = state
@@ -167,6 +169,8 @@ class SavedTensorRecorder:
 
     @never_compiled
     def _pack(self, saved: torch.Tensor) -> Any:
+        # An operator's inputs are saved before it runs, and what a compiled part saves before that part is an operator.
+        self.enough_op = self._state.ops.count + (self._state.compiled is not None)
         with self._state.silently():
             tensor = arrived(saved)
             record = self._state.storages.find(tensor) if is_plain_or_fake(tensor) else None

@@ -77,6 +77,8 @@ class Span:
     name: str
     first_op: int
     end_op: int
+    enough_op: int
+    """The first operator from which on nothing is saved."""
     first_sequence: int
     end_sequence: int
     inputs: tuple[str, ...] = ()

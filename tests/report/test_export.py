@@ -48,6 +48,7 @@ def _profile() -> Profile:
             name=layer,
             first_op=index * len(OPS),
             end_op=(index + 1) * len(OPS),
+            enough_op=(index + 1) * len(OPS),
             end_sequence=(index + 1) * len(OPS),
             inputs=(f"{layer}.input",),
             op_bytes=(0,) * len(OPS),

@@ -347,18 +347,21 @@ class _Expansion:
                 inputs = tuple(self._renamed(name, own[-3:]) for name in inputs)
             first, sequence = self.shift.op(span.first_op), self.sequences.op(span.first_sequence)
             num_ops, num_sequences = span.end_op - span.first_op, span.end_sequence - span.first_sequence
+            num_idle = span.end_op - span.enough_op
             if number is not None:
                 copy = self.copies[number]
                 # Two places of F and M come before the first copy.
                 inputs = tuple(self._renamed(name, own[number + 1 : number + 4]) for name in model.inputs)
                 why_not = model.why_not
                 first, num_ops = copy.first, copy.end - copy.first
+                num_idle = model.end_op - model.enough_op
                 sequence, num_sequences = copy.sequence, self.num_sequences
             spans.append(
                 Span(
                     name=span.name,
                     first_op=first,
                     end_op=first + num_ops,
+                    enough_op=first + num_ops - num_idle,
                     first_sequence=sequence,
                     end_sequence=sequence + num_sequences,
                     inputs=inputs,
