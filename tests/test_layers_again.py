@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.config.memory import load_memory
@@ -20,6 +21,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.rerun_layers import can_rerun
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.snapshot import why_not_rerun
 from lowtide.timeline.step import Link
@@ -525,3 +527,33 @@ def test_a_second_run_ends_where_the_profile_says(name: str) -> None:
         expected[call.name] += sum(_is_product(op.rpartition(".")[2]) for op in names)
     print(name, operators.counts, expected, [(call.enough_op, call.end_op) for call in profile.calls])
     assert operators.counts == expected
+
+
+class _ChecksItself(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = checkpoint(self.inner, x, use_reentrant=True)
+        assert isinstance(made, torch.Tensor)
+        return made
+
+
+class _Whole(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_layer_that_saves_nothing_but_its_input_is_not_run_again() -> None:
+    """It would take time, and hold its result beside what its own checkpoint makes."""
+    torch.manual_seed(0)
+    plain, *others = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3))
+    model, x = _Whole(plain, *map(_ChecksItself, others)), torch.randn(32, 16)
+    assert can_rerun(observe(model, lambda: model(x))) == ("layers.0",)

@@ -30,10 +30,11 @@ _GONE = "its layer runs again"
 
 
 def can_rerun(profile: Profile) -> tuple[str, ...]:
-    """Layers of which every call can be run again, in order."""
+    """Layers of which every call can be run again, and that save something beside their inputs, in order."""
     refused = {call.name for call in profile.calls if call.why_not}
-    called = {call.name for call in profile.calls if call.end_op > call.first_op}
-    return tuple(name for name in profile.layers if name in called - refused)
+    called = [call for call in profile.calls if call.end_op > call.first_op and call.name not in refused]
+    saving = {rerun.call.name for rerun in _Again(profile, called, 0.0).reruns.values()}
+    return tuple(name for name in profile.layers if name in saving)
 
 
 @dataclass(frozen=True, slots=True)
