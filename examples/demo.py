@@ -44,7 +44,10 @@ RUNS: dict[str, dict[str, Any] | None] = {
     "mixed": {"swap": ["layers.0-3"], "recompute": ["layers.4-6"], "keep": ["layers.7"]},
     "swap": {"swap": "all"},
     "swap, state": {"swap": "all", "optimizer": "swap"},
+    "all elsewhere": {"swap": "all"},
 }
+WITH_WEIGHTS = "all elsewhere"
+"""Beside activations: weights, gradients and the optimizer's state, which come for their layer's turn."""
 SIZES = {
     "demo": {"layers": 8, "hidden": 512, "heads": 8, "intermediate": 1408, "sequence": 512, "batch": 3},
     "tiny": {"layers": 8, "hidden": 64, "heads": 2, "intermediate": 128, "sequence": 64, "batch": 2, "min_bytes": 0},
@@ -113,6 +116,7 @@ def _started(name: str, size_name: str, num_steps: int) -> Iterator[subprocess.P
     size = SIZES[size_name]
     settings = {"memory": _memory_of(name, size), "size": size, "num_steps": num_steps, "seed": SEED}
     settings["sets_malloc"] = name == WITH_THRESHOLDS
+    settings["swaps_weights"] = name == WITH_WEIGHTS
     command = [sys.executable, str(Path(__file__).resolve().with_name("demo_run.py")), json.dumps(settings)]
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}

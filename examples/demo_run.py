@@ -32,11 +32,15 @@ from lowtide.engines.tiers.host_buffers import configure_malloc
 
 
 def run(settings: Mapping[str, Any]) -> None:
-    """Train; `settings`: `memory` (None: without lowtide), `size`, `num_steps`, `seed`, `sets_malloc`."""
+    """Train; `settings`: `memory` (None: without lowtide), `size`, `num_steps`, `seed`, `sets_malloc`,
+    `swaps_weights`."""
     model, optimizer, batches = _build(settings["size"], settings["seed"])
     if settings["sets_malloc"]:
         configure_malloc()  # where lowtide.apply does it in the other runs
-    memory = settings["memory"]
+    memory, weights = settings["memory"], None
+    if settings["swaps_weights"]:
+        size = {key: value for key, value in settings["size"].items() if key == "min_bytes"}
+        weights = lowtide.swap_weights(model, optimizer, update="in_backward", tier="disk", **size)
     tide = lowtide.apply(model, memory, optimizer=optimizer) if memory is not None else None
     meter = PeakMeter()
     saved: dict[int, int] = {}
@@ -69,6 +73,8 @@ def run(settings: Mapping[str, Any]) -> None:
     _say({"result": result | (_plain_fates(model, saved) if tide is None else _fates(tide))})
     if tide is not None:
         tide.remove()
+    if weights is not None:
+        weights.remove()
 
 
 def _fates(tide: lowtide.Tide) -> dict[str, float]:

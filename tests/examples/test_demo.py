@@ -40,7 +40,7 @@ def report_of(**runs: dict[str, Any]) -> dict[str, Any]:
     return {"runs": {"plain": run_of(), "plain, malloc": run_of(), **runs}}
 
 
-ALL_RUNS = ("plain", "plain, malloc", "recompute", "mixed", "swap", "swap, state")
+ALL_RUNS = ("plain", "plain, malloc", "recompute", "mixed", "swap", "swap, state", "all elsewhere")
 
 
 @pytest.mark.slow
