@@ -64,8 +64,8 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_004,
-    "files": 242,
+    "lines": 57_977,
+    "files": 239,
     "classes": 504,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 13,

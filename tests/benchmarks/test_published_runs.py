@@ -10,7 +10,7 @@ import pytest
 from benchmarks.published_forecast import FOLDER, Run, device_of, read_runs
 from benchmarks.published_runs import group_lines, groups_of, row_of
 from benchmarks.record import RESULTS, read
-from lowtide.timeline.cluster import cluster_names
+from lowtide.timeline.hardware import cluster_names
 
 RUNS = {run.id: run for run in read_runs()}
 ROWS = {row["id"]: row for row in read(RESULTS / "timeline" / "published_runs.json").rows}

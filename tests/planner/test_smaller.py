@@ -14,8 +14,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Codec
 from lowtide.errors import BudgetError
-from lowtide.planner.by_rules import problem_of
-from lowtide.planner.host_costs import HostCosts
+from lowtide.planner.by_rules import HostCosts, problem_of
 from lowtide.planner.local_search import Evaluator, improve
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.smaller import form_of, send_ops

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.timeline.cluster import cluster_names, load_cluster
+from lowtide.timeline.hardware import cluster_names, load_cluster
 
 GOOD = """\
 node_devices = { value = 4, source = "vendor: sheet" }
