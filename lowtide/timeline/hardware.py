@@ -57,8 +57,6 @@ class Form:
 
     keys: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    tables: tuple[str, ...] = ()
-    """Keys that hold more keys: `link` for `link.latency_seconds`; one level each."""
     may_be_zero: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     """Keys whose value may be written as a size: `80GB`."""
@@ -87,7 +85,6 @@ _DEVICE = Form(
         "multiprocessors",
         *(f"attention.{kernel}.{side}" for kernel in OTHER_KERNELS for side in ("forward", "backward")),
     ),
-    tables=("link", "flops_per_second", "attention", *(f"attention.{kernel}" for kernel in ATTENTION_KERNELS)),
     may_be_zero=("attention.ramp_tokens", "link.latency_seconds", "link.compute_share"),
     sizes=("memory_bytes",),
 )
@@ -226,8 +223,8 @@ def read_numbers(text: str, where: str, form: Form) -> tuple[dict[str, float], d
         raise ConfigError(
             f"{where}: not valid TOML: nested too deep, or a number of too many digits; write it anew"
         ) from None
-    entries = _flatten(document, "", form.tables)
     known = (*form.keys, *form.optional)
+    entries = _flatten(document, "", known)
     for key in entries:
         if key not in known:
             raise ConfigError(f"{where}: unknown key '{key}'{did_you_mean(key, known)}")
@@ -267,12 +264,12 @@ def _folder(name: str) -> Any:
     return resources.files("lowtide.timeline") / name
 
 
-def _flatten(table: Mapping[str, Any], prefix: str, tables: Collection[str]) -> dict[str, Any]:
-    """`link.latency_seconds` -> what was written there."""
+def _flatten(table: Mapping[str, Any], prefix: str, known: Collection[str]) -> dict[str, Any]:
+    """`link.latency_seconds` -> what was written there. A table is what known keys begin with."""
     entries: dict[str, Any] = {}
     for key, value in table.items():
-        if prefix + key in tables and isinstance(value, dict):
-            entries |= _flatten(value, f"{prefix}{key}.", tables)
+        if isinstance(value, dict) and any(name.startswith(f"{prefix}{key}.") for name in known):
+            entries |= _flatten(value, f"{prefix}{key}.", known)
         else:
             entries[prefix + key] = value
     return entries
@@ -340,11 +337,6 @@ class Cluster:
         """Of a group of so many devices that lie side by side: within a node if they fit into one."""
         is_within = num_devices <= self.node_devices
         return self.node_bytes_per_second if is_within else self.network_bytes_per_second
-
-
-def cluster_names() -> tuple[str, ...]:
-    """The clusters that lowtide knows, in alphabetical order."""
-    return known_names("clusters")
 
 
 def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
