@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_967,
+    "lines": 57_963,
     "files": 239,
     "classes": 503,
     "files that one other file imports": 33,
