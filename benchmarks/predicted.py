@@ -142,8 +142,7 @@ def _make(name: str, args: argparse.Namespace, scale: int) -> Any:
 def draw_plan(subject: Subject, link: Any, seed: str, is_by_budget: bool) -> tuple[lowtide.Plan, str]:
     """A random plan, and how it came about. Even draws are the solver's, odd ones random fates."""
     from lowtide.config.memory import load_memory
-    from lowtide.planner.by_rules import problem_of
-    from lowtide.planner.host_costs import HOST_COSTS
+    from lowtide.planner.by_rules import HOST_COSTS, problem_of
     from lowtide.planner.plan_profile import plan_profile
     from lowtide.planner.solve import floor
     from lowtide.timeline.memory import plain_curve

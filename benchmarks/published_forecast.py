@@ -99,7 +99,7 @@ def forecast(run: Run) -> Forecast:
     """What lowtide says about `run`."""
     from lowtide.cluster.sharded import Sharding, play_network, sharded_profile
     from lowtide.planner.rerun_layers import run_again
-    from lowtide.timeline.cluster import load_cluster
+    from lowtide.timeline.hardware import load_cluster
 
     hardware = device_of(run)
     profile, layer_bytes = traced(run, hardware)

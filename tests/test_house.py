@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_024,
-    "files": 242,
-    "classes": 504,
+    "lines": 57_983,
+    "files": 239,
+    "classes": 503,
     "files that one other file imports": 33,
-    "classes with more than 15 attributes": 13,
+    "classes with more than 15 attributes": 12,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,

@@ -20,7 +20,7 @@ from typing import Any
 
 from lowtide.config.source import shown
 from lowtide.errors import ConfigError
-from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.report.played_step import play
 from lowtide.report.run_folder import PLAN, STEP
 from lowtide.runtime.autopilot.autopilot import Autopilot

@@ -34,8 +34,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.rerun_layers import run_again
-from lowtide.timeline.cluster import Cluster, load_cluster
-from lowtide.timeline.hardware import Hardware, load_hardware, memory_of_hardware
+from lowtide.timeline.hardware import Cluster, Hardware, load_cluster, load_hardware, memory_of_hardware
 from lowtide.units import format_seconds
 
 _ONE_DEVICE_ONLY = ("profile", "out", "host_budget")

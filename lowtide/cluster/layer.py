@@ -25,8 +25,7 @@ from lowtide.cluster.layout import Batch, Layout
 from lowtide.cluster.shape import DENSE, ModelShape
 from lowtide.cluster.step import StageTimes
 from lowtide.config.run import ParallelConfig
-from lowtide.timeline.cluster import Cluster, all_to_all_seconds, ring_seconds
-from lowtide.timeline.hardware import Hardware
+from lowtide.timeline.hardware import Cluster, Hardware, all_to_all_seconds, ring_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,7 @@ from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
 from lowtide.config.run import ParallelConfig
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.timeline.cluster import Cluster, hand_over_seconds, ring_seconds
-from lowtide.timeline.hardware import Hardware
+from lowtide.timeline.hardware import Cluster, Hardware, hand_over_seconds, ring_seconds
 from lowtide.units import MIB, format_bytes, format_seconds
 
 NUM_SHOWN = 5

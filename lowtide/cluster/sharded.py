@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.core.profile import Profile
-from lowtide.timeline.cluster import Cluster, ring_seconds
-from lowtide.timeline.hardware import Hardware
+from lowtide.timeline.hardware import Cluster, Hardware, ring_seconds
 
 _TWO = 2
 """Layers that are gathered at once: the one that runs, and the next."""

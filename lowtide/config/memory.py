@@ -18,7 +18,7 @@
       optimizer: auto                          # keep | swap | auto | in_backward: where its state is between steps
       weights: auto                            # keep | swap | auto: where layers' weights are between their turns
 
-Every key is optional; a section that names nothing does nothing. Patterns are described in core/pattern.py. With a
+Every key is optional; a section that names nothing does nothing. Patterns are described in core/rules.py. With a
 budget, `recompute` and `swap` are `auto` unless written otherwise, and rules are limits for the solver.
 """
 

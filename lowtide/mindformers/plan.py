@@ -31,11 +31,10 @@ from dataclasses import dataclass, field
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
-from lowtide.core.pattern import Pattern, base_op
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Recipe
-from lowtide.core.rules import Rule, Rules
+from lowtide.core.rules import Pattern, Rule, Rules, base_op
 from lowtide.errors import ConfigError
 from lowtide.mindformers.plan_rows import FilePlan, Row, prefetch_of, rows_of_step
 from lowtide.mindformers.schema import LayerPlan, Resolution

@@ -37,8 +37,7 @@ from lowtide.pipeline import turns
 from lowtide.pipeline.live_chunks import HEAD_BYTES, MessageKind, Moment
 from lowtide.pipeline.schedule import Kind
 from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, slots_of, with_turn
-from lowtide.planner.by_rules import problem_of
-from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.planner.by_rules import HOST_COSTS, problem_of
 from lowtide.planner.place_state import NUM_SLOTS, bucket_size, refuse_without_effect, shares_of
 from lowtide.planner.plan_profile import StepProblem, problem_of_step
 from lowtide.planner.problem import Problem

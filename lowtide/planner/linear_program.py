@@ -26,14 +26,9 @@ Terms = list[tuple[int, float]]
 """Columns, and what they are multiplied by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """The answer to a program."""
-
-    bound: float
-    """No values that keep to all rows cost less."""
-    values: NDArray[np.float64] | None
-    """Of the columns; None when no values keep to all rows."""
+Solved = tuple[float, Floats | None]
+"""The answer to a program: no values that keep to all rows cost less; and the values of its columns, None when no
+values keep to all rows."""
 
 
 class Linear:
@@ -80,10 +75,10 @@ class Linear:
             options={"time_limit": max(time_limit_seconds, 0.05)},
         )
         if result.status == 2:
-            return Solved(bound=math.inf, values=None)
+            return math.inf, None
         if result.x is None or result.status != 0:
             return None  # an unfinished simplex proves nothing
-        return Solved(bound=result.fun, values=result.x)
+        return result.fun, result.x
 
 
 def merged(terms: Terms) -> Terms:

@@ -37,6 +37,7 @@ SMALL = 16
 TINY = 8
 """Up to as many, triples: without them a larger budget may give a slower plan."""
 _KEEP_ABOVE = (0.98, 0.5, 0.1)
+_MOST_ROUNDS = 200
 MAX_TRIES = 40
 """Changes that are tried one by one before repair gives up."""
 
@@ -152,14 +153,14 @@ def roundings(evaluator: Evaluator, shares: Relaxation) -> list[Outcome]:
     return [evaluator.play(repair(evaluator, fates)) for fates in tried]
 
 
-def repair(evaluator: Evaluator, fates: Fates, *, max_rounds: int = 200) -> Fates:
+def repair(evaluator: Evaluator, fates: Fates) -> Fates:
     """Evicts what is in the way at the worst tick, cheapest for its bytes first, until the fates fit.
 
     As much at once as that tick asks for, and where this does not help, one by one. Stops where nothing helps.
     """
     current = list(fates)
     distance = evaluator.distance(current)
-    for _ in range(max_rounds):
+    for _ in range(_MOST_ROUNDS):
         if distance[:2] == (0, 0) or evaluator.is_late:
             break
         wanted = distance[0] or distance[1]

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.core.decisions import Prediction, SiteDecision, WeightsPlacement
 from lowtide.core.fate import Fate
-from lowtide.core.pattern import Pattern
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.core.rules import Rule, Rules
+from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.planner.advice import Change, explained, memory_breakdown
-from lowtide.planner.by_rules import layers_by_rule, min_bytes_of, problem_of
-from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
+from lowtide.planner.by_rules import NO_COSTS, HostCosts, charged, layers_by_rule, min_bytes_of, problem_of
 from lowtide.planner.in_backward import WeightsInTurn, placement_of, updates_allowed, weights_allowed
 from lowtide.planner.min_peak import UNREACHABLE
 from lowtide.planner.place_state import Choice, StatePrices, shares_allowed

@@ -331,22 +331,23 @@ class Program:
         if solved is None:
             return None
         none = np.zeros(len(self.step.items))
-        if solved.values is None:
+        least, values = solved
+        if values is None:
             return Relaxation(bound_seconds=math.inf, swap=none, recompute=none, keep=none)
         if minimise_peak:
-            bound = solved.bound * self._unit_bytes
+            bound = least * self._unit_bytes
         else:
-            above = solved.bound - _TOLERANCE * max(1.0, abs(solved.bound))
+            above = least - _TOLERANCE * max(1.0, abs(least))
             bound = self.plain_seconds + max(above, 0.0) * self._unit_seconds
         swap, recompute, held = none.copy(), none.copy(), none.copy()
         for index, entry in enumerate(columns):
-            swap[index] = solved.values[entry.swap] if entry.swap >= 0 else 0.0
-            by_recipe = solved.values[entry.recompute] if entry.recompute >= 0 else 0.0
-            recompute[index] += by_recipe + (solved.values[entry.decode] if entry.decode >= 0 else 0.0)
+            swap[index] = values[entry.swap] if entry.swap >= 0 else 0.0
+            by_recipe = values[entry.recompute] if entry.recompute >= 0 else 0.0
+            recompute[index] += by_recipe + (values[entry.decode] if entry.decode >= 0 else 0.0)
             form = self.step.items[index].form
             if form is not None:
                 recompute[form] = by_recipe  # what has no form, that is
-            held[index] = sum(solved.values[col] for _, col in entry.keeps)
+            held[index] = sum(values[col] for _, col in entry.keeps)
         keep = np.where(self.is_retained_input, held, 1.0 - swap - recompute)
         return Relaxation(
             bound_seconds=bound,

@@ -54,12 +54,14 @@ class Solution:
     """Of these fates under the budget."""
     bound_seconds: float
     """No schedule of this step under the same model is faster."""
-    gap: float
-    """Share of the step by which it may be slower than the fastest there is."""
-    floor_bytes: int
-    """The smallest peak that was found to be possible, whatever it costs."""
     is_beaten: bool
     """It cannot be as fast as was wanted, and was not looked for further."""
+
+    @property
+    def gap(self) -> float:
+        """Share of the step by which it may be slower than the fastest there is."""
+        seconds = self.timeline.step_seconds
+        return (seconds - self.bound_seconds) / seconds if seconds else 0.0
 
 
 def solve(
@@ -92,17 +94,9 @@ def solve(
         best = evaluator.play(floor_fates)
         if not best.fits:
             raise refusal(evaluator, floor_bytes, floor_fates)
-    floor_bytes = min(floor_bytes, evaluator.floor(best.fates))
     assert best.timeline is not None and best.fits
     bound = min(bound, best.seconds)
-    return Solution(
-        fates=best.fates,
-        timeline=best.timeline,
-        bound_seconds=bound,
-        gap=(best.seconds - bound) / best.seconds if best.seconds else 0.0,
-        floor_bytes=floor_bytes,
-        is_beaten=is_beaten,
-    )
+    return Solution(fates=best.fates, timeline=best.timeline, bound_seconds=bound, is_beaten=is_beaten)
 
 
 def bound_of(

@@ -74,7 +74,7 @@ class Question:
     has_gradients: bool
     time_limit_seconds: float
     layer_seconds: float = 0.0
-    """Of lowtide's own, for each layer that runs again (host_costs.py)."""
+    """Of lowtide's own, for each layer that runs again (by_rules.py)."""
     log_seconds: float = 0.0
     """For each operator of forward, where recipes are proved."""
     shares: tuple[StateShares | None, ...] = (None,)

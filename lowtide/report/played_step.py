@@ -20,8 +20,7 @@ from lowtide.core.json_text import Mistake, build, parse_json
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.planner.by_rules import problem_of
-from lowtide.planner.host_costs import NO_COSTS, HostCosts, charged
+from lowtide.planner.by_rules import NO_COSTS, HostCosts, charged, problem_of
 from lowtide.planner.in_backward import in_turn_of
 from lowtide.planner.place_state import placed_fates, shares_of
 from lowtide.planner.problem import Problem

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.core.plan import Plan, why_unswapped
 from lowtide.core.profile import Profile
-from lowtide.planner.host_costs import NO_COSTS, HostCosts
+from lowtide.planner.by_rules import NO_COSTS, HostCosts
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.played_step import OWNERS, Played, play
 from lowtide.timeline.step import Link

@@ -17,7 +17,7 @@ from lowtide.config.source import read_text
 from lowtide.core.plan import Plan
 from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
-from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.report.played_step import Played
 from lowtide.report.report import (
     Measured,

@@ -84,8 +84,6 @@ class Timeline:
     """Swapped items: the tick before which the copy out must be complete."""
     prefetch_at: tuple[int | None, ...]
     """Swapped items: the tick at whose start the fetch is issued."""
-    needs: tuple[int | None, ...]
-    """First tick in backward at which the item must be there, given these fates; None: never."""
     events: tuple[Event, ...] = ()
     """In no particular order; empty unless asked for."""
 
@@ -126,7 +124,6 @@ def run(
     clock.play_backward(prefetch_ticks)
 
     peak_bytes, peak_tick = peak(curve)
-    never = arrays.num_ticks
     return Timeline(
         step_seconds=clock.now,
         stall_seconds=clock.stall_seconds,
@@ -138,7 +135,6 @@ def run(
         curve=tuple(curve.tolist()),
         evict_by=_by_item(arrays, swapped, evict_ticks),
         prefetch_at=_by_item(arrays, swapped, prefetch_ticks),
-        needs=tuple(None if tick == never else tick for tick in lifetimes.need.tolist()),
         events=tuple(clock.events),
     )
 

@@ -3,7 +3,7 @@
 What: `load_hardware("h200")`, or the path of a file of one's own. The files, devices/*.toml, are flat: one number a
 line, and with each number where it comes from: 'measured: how', 'vendor: which document', 'published: where', or
 'assumed: from what'. Rates are what programs reach. `read_sourced` finds such a file by its name or path, and
-`read_numbers` checks it whole; those of clusters (cluster.py) have the same form.
+`read_numbers` checks it whole.
 Roofline: Williams, Waterman, Patterson, CACM 2009: an operator takes the longer of its arithmetic and its traffic.
 
 Kernels that reach different rates have prices of their own: large products; attention, by kernel and by pass
@@ -11,6 +11,13 @@ Kernels that reach different rates have prices of their own: large products; att
 hand-written kernel fuses them, which then move at the rate of a copy.
 
 Not covered: kernels that reach less than the stated rates; measured profiles replace all of this.
+
+What connects the devices of a cluster, and how much of a device a whole step reaches: `load_cluster("h800")`, or the
+path of a file of one's own, from files of the same form, clusters/*.toml. `ideal` leaves communication out.
+Why beside the device: the same H100 stands in nodes of other widths, and what a training step reaches of a roofline is
+a matter of the software around it.
+
+Not covered: the shape of the network beyond "within a node" and "between nodes", and traffic of others on it.
 """
 
 from __future__ import annotations
@@ -50,8 +57,6 @@ class Form:
 
     keys: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    tables: tuple[str, ...] = ()
-    """Keys that hold more keys: `link` for `link.latency_seconds`; one level each."""
     may_be_zero: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     """Keys whose value may be written as a size: `80GB`."""
@@ -80,7 +85,6 @@ _DEVICE = Form(
         "multiprocessors",
         *(f"attention.{kernel}.{side}" for kernel in OTHER_KERNELS for side in ("forward", "backward")),
     ),
-    tables=("link", "flops_per_second", "attention", *(f"attention.{kernel}" for kernel in ATTENTION_KERNELS)),
     may_be_zero=("attention.ramp_tokens", "link.latency_seconds", "link.compute_share"),
     sizes=("memory_bytes",),
 )
@@ -219,8 +223,8 @@ def read_numbers(text: str, where: str, form: Form) -> tuple[dict[str, float], d
         raise ConfigError(
             f"{where}: not valid TOML: nested too deep, or a number of too many digits; write it anew"
         ) from None
-    entries = _flatten(document, "", form.tables)
     known = (*form.keys, *form.optional)
+    entries = _flatten(document, "", known)
     for key in entries:
         if key not in known:
             raise ConfigError(f"{where}: unknown key '{key}'{did_you_mean(key, known)}")
@@ -260,12 +264,12 @@ def _folder(name: str) -> Any:
     return resources.files("lowtide.timeline") / name
 
 
-def _flatten(table: Mapping[str, Any], prefix: str, tables: Collection[str]) -> dict[str, Any]:
-    """`link.latency_seconds` -> what was written there."""
+def _flatten(table: Mapping[str, Any], prefix: str, known: Collection[str]) -> dict[str, Any]:
+    """`link.latency_seconds` -> what was written there. A table is what known keys begin with."""
     entries: dict[str, Any] = {}
     for key, value in table.items():
-        if prefix + key in tables and isinstance(value, dict):
-            entries |= _flatten(value, f"{prefix}{key}.", tables)
+        if isinstance(value, dict) and any(name.startswith(f"{prefix}{key}.") for name in known):
+            entries |= _flatten(value, f"{prefix}{key}.", known)
         else:
             entries[prefix + key] = value
     return entries
@@ -289,3 +293,100 @@ def _number(where: str, key: str, entry: Any, form: Form) -> float:
         wanted = "a number, zero or more" if may_be_zero else "a number greater than zero"
         raise ConfigError(f"{where}: {key}: expected {wanted}, not {value!r}")
     return float(value)
+
+
+# -- what connects devices --------------------------------------------------------------------------------------------
+
+
+_KEYS = (
+    "node_devices",
+    "node_bytes_per_second",
+    "network_bytes_per_second",
+    "message_seconds",
+    "overlap_share",
+    "compute_share",
+    "reserved_share",
+)
+_CLUSTER = Form(
+    keys=_KEYS,
+    may_be_zero=("message_seconds", "overlap_share", "reserved_share"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices in nodes. Rates are those of one device, each way."""
+
+    name: str
+    node_devices: int
+    node_bytes_per_second: float
+    """Between two devices of a node."""
+    network_bytes_per_second: float
+    """Between two devices of different nodes."""
+    message_seconds: float
+    """Added to each collective and to each hand-over."""
+    overlap_share: float
+    """Seconds that compute loses for each second that a collective runs beside it."""
+    compute_share: float
+    """Of the device's rates, what whole training steps reach."""
+    reserved_share: float
+    """Of the device's memory, what is left to libraries, communication buffers and fragmentation."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def bytes_per_second(self, num_devices: int) -> float:
+        """Of a group of so many devices that lie side by side: within a node if they fit into one."""
+        is_within = num_devices <= self.node_devices
+        return self.node_bytes_per_second if is_within else self.network_bytes_per_second
+
+
+def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
+    """The cluster of that name, or of a TOML file. Raises `ConfigError` as `load_hardware` does."""
+    return _parse_cluster(*read_sourced(name_or_path, "clusters", "cluster: unknown cluster"))
+
+
+def _parse_cluster(text: str, where: str, name: str) -> Cluster:
+    numbers, sources = read_numbers(text, where, _CLUSTER)
+    for key in ("overlap_share", "compute_share", "reserved_share"):
+        if numbers[key] > 1:
+            raise ConfigError(f"{where}: {key}: a share is at most 1, not {numbers[key]:g}")
+    devices = numbers.pop("node_devices")
+    if devices != int(devices):
+        raise ConfigError(f"{where}: node_devices: expected a whole number, not {devices:g}")
+    return Cluster(name=name, node_devices=int(devices), sources=sources, **numbers)
+
+
+def all_to_all_seconds(
+    cluster: Cluster, ranks: int, *, tokens: int, vector_bytes: int, top_k: int, most_nodes: int | None
+) -> float:
+    """One dispatch (or combine) of a vector for each token, to `top_k` experts spread over `ranks` that lie side by
+    side. Each node that a token goes to gets it once over the network; within the node it is passed on to each expert.
+    The two are at work at the same time, and the slower one counts."""
+    if ranks == 1:
+        return 0.0
+    nodes = max(1, -(-ranks // cluster.node_devices))
+    reached = nodes * (1 - (1 - 1 / nodes) ** top_k)
+    if most_nodes is not None:
+        reached = min(reached, most_nodes)
+    across = tokens * vector_bytes * reached * (1 - 1 / nodes)
+    within = tokens * vector_bytes * top_k * (1 - 1 / min(ranks, cluster.node_devices))
+    slower = max(across / cluster.network_bytes_per_second, within / cluster.node_bytes_per_second)
+    return cluster.message_seconds + slower
+
+
+def ring_seconds(cluster: Cluster, ranks: int, nbytes: float, *, stride: int = 1) -> float:
+    """A gather to, or a scattered sum over, `ranks` that are `stride` devices apart; `nbytes` is the whole of it."""
+    if ranks == 1:
+        return 0.0
+    rate = cluster.bytes_per_second(ranks * stride)
+    if ranks * stride > cluster.node_devices:
+        # A ring enters and leaves each node once, and each device of the node that is in the group can be the place:
+        # so many rings run side by side, each with a share of the bytes, over an adapter of its own.
+        rate = min(cluster.node_bytes_per_second, rate * max(1, cluster.node_devices // stride))
+    return cluster.message_seconds + nbytes * (ranks - 1) / ranks / rate
+
+
+def hand_over_seconds(cluster: Cluster, nbytes: float, *, stride: int, ranks: int) -> float:
+    """Activations, or their gradient, to the next of `ranks` stages that are `stride` devices apart."""
+    if ranks == 1:
+        return 0.0
+    return cluster.message_seconds + nbytes / cluster.bytes_per_second(ranks * stride)

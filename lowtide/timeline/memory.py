@@ -20,6 +20,7 @@ storage (it is counted twice, the safe side).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ _COLUMNS = (
 """Fields of items that `StepArrays` has by the same names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepArrays:
     """A step as arrays, prepared once. Everything here that takes a `Step` takes its `StepArrays` too, and is
     faster."""
@@ -63,15 +64,7 @@ class StepArrays:
     """Of visitors that backward reads."""
     leave_bytes: Ints
     fetch_from: Ints
-    for_forward: Ints
-    """Indices of the visitors that forward reads, in the order in which they are fetched."""
     check_bytes: Ints
-    dependents_first: tuple[int, ...]
-    """Items that have inputs, every one before its inputs."""
-    next_stop: Ints
-    """For each tick the first stop that is not before it; the number of ticks if there is none."""
-    last_stop: Ints
-    """For each tick the last stop that is not after it; -1 if there is none."""
 
     @classmethod
     def of(cls, step: Step | StepArrays) -> StepArrays:
@@ -83,18 +76,13 @@ class StepArrays:
             name: np.array([getattr(item, name) for item in items], float if name.endswith("_seconds") else np.int64)
             for name in _COLUMNS
         }
-        early = [index for index, item in enumerate(items) if item.is_for_forward(step.num_forward_ticks)]
-        early.sort(key=lambda index: (items[index].fetch_from, items[index].reads[0]))
         arrays = cls(
             step=step,
             seconds=np.array([tick.seconds for tick in step.ticks], float),
             base=np.array([tick.base_bytes for tick in step.ticks], np.int64),
             first_read=np.array([item.reads[0] if item.reads else num_ticks for item in items], np.int64),
             release=np.array([max(item.release, item.reads[-1] + 1 if item.reads else 0) for item in items], np.int64),
-            dependents_first=_dependents_first(items),
-            for_forward=np.array(early, np.int64),
             **columns,
-            **_stops(step),
         )
         arrays.visit_bytes[arrays.for_forward] = 0
         # Nothing in backward reads them, so that they are there for nobody but the clock.
@@ -109,6 +97,36 @@ class StepArrays:
     def num_ticks(self) -> int:
         """Forward and backward."""
         return len(self.seconds)
+
+    @functools.cached_property
+    def for_forward(self) -> Ints:
+        """Indices of the visitors that forward reads, in the order in which they are fetched."""
+        items, num_forward = self.step.items, self.step.num_forward_ticks
+        early = [index for index, item in enumerate(items) if item.is_for_forward(num_forward)]
+        early.sort(key=lambda index: (items[index].fetch_from, items[index].reads[0]))
+        return np.array(early, np.int64)
+
+    @functools.cached_property
+    def dependents_first(self) -> tuple[int, ...]:
+        """Items that have inputs, every one before its inputs."""
+        return _dependents_first(self.step.items)
+
+    @functools.cached_property
+    def _stops(self) -> Ints:
+        """Ticks before which copies can be waited for or started, ascending."""
+        return np.array(self.step.stops or range(self.num_ticks), np.int64)
+
+    @functools.cached_property
+    def next_stop(self) -> Ints:
+        """For each tick the first stop that is not before it; the number of ticks if there is none."""
+        stops = self._stops
+        return np.append(stops, self.num_ticks)[np.searchsorted(stops, np.arange(self.num_ticks))]
+
+    @functools.cached_property
+    def last_stop(self) -> Ints:
+        """For each tick the last stop that is not after it; -1 if there is none."""
+        stops = self._stops
+        return np.concatenate(([-1], stops))[np.searchsorted(stops, np.arange(self.num_ticks), side="right")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -259,17 +277,6 @@ def swapped_ticks(ticks: Ticks, swapped: Ints) -> Ints:
     chosen = [ticks[index] for index in swapped.tolist()]
     assert all(tick is not None for tick in chosen), "every swapped item leaves and is fetched at some tick"
     return np.array(chosen, np.int64)
-
-
-def _stops(step: Step) -> dict[str, Any]:
-    num_ticks = len(step.ticks)
-    every = np.arange(num_ticks)
-    if not step.stops:
-        return {"next_stop": every, "last_stop": every}
-    stops = np.array(step.stops, np.int64)
-    after = np.append(stops, num_ticks)[np.searchsorted(stops, every)]
-    before = np.concatenate(([-1], stops))[np.searchsorted(stops, every, side="right")]
-    return {"next_stop": after, "last_stop": before}
 
 
 def _dependents_first(items: tuple[Item, ...]) -> tuple[int, ...]:

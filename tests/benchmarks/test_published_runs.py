@@ -10,7 +10,7 @@ import pytest
 from benchmarks.published_forecast import FOLDER, Run, device_of, read_runs
 from benchmarks.published_runs import group_lines, groups_of, row_of
 from benchmarks.record import RESULTS, read
-from lowtide.timeline.cluster import cluster_names
+from lowtide.timeline.hardware import known_names
 
 RUNS = {run.id: run for run in read_runs()}
 ROWS = {row["id"]: row for row in read(RESULTS / "timeline" / "published_runs.json").rows}
@@ -25,7 +25,7 @@ def test_every_row_says_where_it_is_from_and_on_what_it_ran() -> None:
         assert device_of(run).memory_bytes > 0
         assert (run.kind == "single") == (run.gpus == run.shards == 1) and run.gpus % run.shards == 0
         if run.kind == "fsdp":
-            assert run.device.removesuffix("_500w") in cluster_names()
+            assert run.device.removesuffix("_500w") in known_names("clusters")
     assert (FOLDER / "parts.csv").read_text(encoding="utf-8").count("\n") > 20
 
 

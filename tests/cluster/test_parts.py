@@ -15,7 +15,7 @@ from lowtide.cluster.shape import DENSE, MOE, Latent
 from lowtide.cluster.step import Clockwork, StageTimes, step_parts
 from lowtide.core.fate import Fate
 from lowtide.pipeline.clock import play
-from lowtide.timeline.cluster import all_to_all_seconds, hand_over_seconds, load_cluster, ring_seconds
+from lowtide.timeline.hardware import all_to_all_seconds, hand_over_seconds, load_cluster, ring_seconds
 from lowtide.units import GIB
 from tests.support.cluster_cases import DENSE_SHAPE, MOE_SHAPE, place, question
 from tests.support.row_counts import peak_live_chunks

@@ -8,8 +8,7 @@ import pytest
 
 from lowtide.cluster.sharded import Sharding, play_network, sharded_profile
 from lowtide.core.profile import Profile, StateBytes
-from lowtide.timeline.cluster import Cluster
-from lowtide.timeline.hardware import load_hardware
+from lowtide.timeline.hardware import Cluster, load_hardware
 
 HARDWARE = dataclasses.replace(load_hardware("h100"), memory_bytes_per_second=1e9)
 CLUSTER = Cluster(

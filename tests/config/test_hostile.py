@@ -22,7 +22,7 @@ from lowtide import Plan, Profile
 from lowtide.cli.run_file import load_run
 from lowtide.config.memory import load_memory
 from lowtide.config.source import MOST_DEPTH, MOST_VALUES, MOST_YAML_BYTES, read_yaml
-from lowtide.core.pattern import Pattern
+from lowtide.core.rules import Pattern
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema import read_sections
 from lowtide.timeline.hardware import load_hardware

@@ -517,7 +517,7 @@ PROVEN = [
     ),
     Mutant(
         "a-stop-at-its-own-tick",
-        "timeline.memory:_stops",
+        "timeline.memory:StepArrays.last_stop",
         puts("'right'", "'left'"),
         _TIMELINE,
         "a copy that may end at a stop is planned for the stop before: predicted and real peak differ",

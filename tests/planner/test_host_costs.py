@@ -9,7 +9,7 @@ import pytest
 from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
-from lowtide.planner.host_costs import HOST_COSTS, NO_COSTS, HostCosts, charged
+from lowtide.planner.by_rules import HOST_COSTS, NO_COSTS, HostCosts, charged
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.rerun_layers import run_again
 from lowtide.profiling.observe_step import observe

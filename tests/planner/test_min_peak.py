@@ -41,7 +41,6 @@ def peak_or_floor(step: Step, budget: int, host_bytes: int | None) -> tuple[int 
     except BudgetError as error:
         return None, error.floor_bytes
     assert found.timeline.peak_bytes <= budget
-    assert found.floor_bytes <= found.timeline.peak_bytes
     return found.timeline.peak_bytes, None
 
 

@@ -14,17 +14,16 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, Site
 from lowtide.core.recipe import Codec
 from lowtide.errors import BudgetError
-from lowtide.planner.by_rules import problem_of
-from lowtide.planner.host_costs import HostCosts
+from lowtide.planner.by_rules import HostCosts, problem_of
 from lowtide.planner.local_search import Evaluator, improve
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.smaller import form_of, send_ops
 from lowtide.report.budget_sweep import SweptBudget, sweep_lines
 from lowtide.report.played_step import play
-from lowtide.timeline.events import run
 from lowtide.timeline.memory import StepArrays, curve, plain_curve
 from lowtide.timeline.step import Link
 from tests.support.profiles import MIB, SECONDS, decoder_profile
+from tests.timeline.steps import needs_of
 
 FAST = Link(out_bytes_per_second=1e15, in_bytes_per_second=1e15)
 SLOW = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
@@ -241,7 +240,7 @@ def test_what_a_recipe_starts_from_need_not_stay_for_a_site_that_is_stored_small
     needs = []
     for fate in (Fate.KEEP, Fate.RECOMPUTE):
         fates[form] = fate
-        needs.append(run(problem.step, fates, SLOW).needs)
+        needs.append(needs_of(problem.step, fates))
     silu, read = items["model.layers.0.mlp.silu"], items[MUL.format(0)]
     assert (needs[0][form], needs[1][form]) == (tick, None)
     assert (needs[0][read], needs[1][read]) == (tick, tick)

@@ -15,7 +15,7 @@ from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
-from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.step import Link

@@ -10,8 +10,7 @@ from lowtide.cluster.search import Question
 from lowtide.cluster.shape import DENSE, MOE, Experts, ModelShape
 from lowtide.config.run import ParallelConfig
 from lowtide.core.fate import Fate
-from lowtide.timeline.cluster import load_cluster
-from lowtide.timeline.hardware import load_hardware
+from lowtide.timeline.hardware import load_cluster, load_hardware
 from lowtide.units import GIB
 
 DENSE_SHAPE = ModelShape(

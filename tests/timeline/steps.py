@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide.core.fate import Fate
 from lowtide.timeline.events import Timeline
+from lowtide.timeline.memory import Lifetimes
 from lowtide.timeline.step import Item, Link, Step, Tick
 
 Case = tuple[Step, list[Fate], Link]
@@ -151,3 +152,9 @@ def naive_curve(step: Step, fates: Sequence[Fate], played: Timeline) -> list[int
                 total += item.nbytes * ((item.born <= tick < max(item.dies, leave)) or (fetch <= tick < last))
         curve.append(total + transient)
     return curve
+
+
+def needs_of(step: Step, fates: Sequence[Fate]) -> tuple[int | None, ...]:
+    """Of each item the first tick in backward at which it must be there; None: never."""
+    ticks = Lifetimes.of(step, fates).need.tolist()
+    return tuple(None if tick == len(step.ticks) else tick for tick in ticks)

@@ -15,7 +15,7 @@ from lowtide.core.fate import Fate
 from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import StepArrays, curve, peak, plain_curve
 from lowtide.timeline.step import Item, Link, Step, Tick
-from tests.timeline.steps import Case, cases, sources_of, steps
+from tests.timeline.steps import Case, cases, needs_of, sources_of, steps
 
 ALL = tuple(Fate)
 KEEP, SWAP, RECOMPUTE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE
@@ -131,12 +131,8 @@ def test_an_retained_input_that_nobody_needs_is_not_copied() -> None:
         played = run(step, [fate, KEEP, KEEP, KEEP], link(0.001), with_events=True)
         assert played.step_seconds == step.compute_seconds
         assert played.curve == (160, 120, 130, 130, 120, 110)
-        assert (played.evict_by[0], played.prefetch_at[0], played.needs[0], played.slower_bytes) == (
-            None,
-            None,
-            None,
-            0,
-        )
+        assert (played.evict_by[0], played.prefetch_at[0], played.slower_bytes) == (None, None, 0)
+        assert needs_of(step, [fate, KEEP, KEEP, KEEP])[0] is None
 
 
 def test_a_step_without_items_or_backward() -> None:
@@ -178,7 +174,8 @@ def check_rules(step: Step, fates: Sequence[Fate], played: Timeline) -> None:
     ends = [compute[f"forward {tick}"][1] for tick in range(num_forward)]
     ends += [compute[f"backward {tick}"][1] for tick in range(len(step.ticks) - num_forward)]
     out, back = on_lane(played, "out"), on_lane(played, "in")
-    for item, fate, leave, fetch, need in zip(step.items, fates, played.evict_by, played.prefetch_at, played.needs):
+    needs = needs_of(step, fates)
+    for item, fate, leave, fetch, need in zip(step.items, fates, played.evict_by, played.prefetch_at, needs):
         if fate is RECOMPUTE and need is not None:
             assert compute[f"recompute {item.name}"][1] <= starts[need] + 1e-9
         if fate is not SWAP or need is None:
@@ -191,7 +188,7 @@ def check_rules(step: Step, fates: Sequence[Fate], played: Timeline) -> None:
         assert out[item.name][1] <= starts[leave] + 1e-9
         assert ends[fetch - 1] <= back[item.name][0] + 1e-9
         assert back[item.name][1] <= starts[need] + 1e-9
-        for place, (made, chosen, made_need) in enumerate(zip(step.items, fates, played.needs)):
+        for place, (made, chosen, made_need) in enumerate(zip(step.items, fates, needs)):
             sources = sources_of(step, fates, place)
             is_reader = chosen is RECOMPUTE and made_need is not None and step.items.index(item) in sources
             assert not is_reader or back[item.name][1] <= compute[f"recompute {made.name}"][0] + 1e-9

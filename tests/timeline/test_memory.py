@@ -10,7 +10,7 @@ from lowtide.core.fate import Fate
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, curve, peak, plain_curve
 from lowtide.timeline.step import Item, Link, Step, Tick
-from tests.timeline.steps import cases, naive_curve, naive_needs, steps
+from tests.timeline.steps import cases, naive_curve, naive_needs, needs_of, steps
 
 LINK = Link(out_bytes_per_second=10.0, in_bytes_per_second=10.0)
 
@@ -51,7 +51,7 @@ def test_all_kept_leaves_out_an_retained_input_that_nobody_needs() -> None:
 def test_presence_by_hand(fates: str, needs: tuple[int | None, ...], expected: list[int]) -> None:
     step = chain()
     chosen = [{"k": Fate.KEEP, "s": Fate.SWAP, "r": Fate.RECOMPUTE}[letter] for letter in fates]
-    assert run(step, chosen, LINK).needs == needs
+    assert needs_of(step, chosen) == needs
     assert curve(step, chosen).tolist() == expected
 
 

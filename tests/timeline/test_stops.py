@@ -11,7 +11,7 @@ from lowtide.core.fate import Fate
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import curve, plain_curve
 from lowtide.timeline.step import Link, Step
-from tests.timeline.steps import random_step
+from tests.timeline.steps import needs_of, random_step
 
 LINK = Link(out_bytes_per_second=50.0, in_bytes_per_second=40.0, latency_seconds=0.1)
 
@@ -40,7 +40,7 @@ def test_copies_are_waited_for_and_started_at_stops(seed: int) -> None:
         timeline = run(step, fates, LINK, budget_bytes=budget)
         allowed = {*step.stops, step.num_forward_ticks}
         assert {tick for tick in timeline.evict_by if tick is not None} <= allowed
-        assert {tick for tick in timeline.prefetch_at if tick is not None} <= allowed | set(timeline.needs)
+        assert {tick for tick in timeline.prefetch_at if tick is not None} <= allowed | set(needs_of(step, fates))
         assert (
             list(timeline.curve)
             == curve(step, fates, evict_by=timeline.evict_by, prefetch_at=timeline.prefetch_at).tolist()

@@ -21,7 +21,7 @@ from lowtide.engines.choose import memory_of_model
 from lowtide.errors import ConfigError, check_function
 from lowtide.loss.attach import attach_where
 from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
-from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace
 from lowtide.tensors.compiled import refuse_compiled

@@ -34,7 +34,7 @@ from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError
 from lowtide.loss.attach import attach_where
-from lowtide.planner.host_costs import HOST_COSTS
+from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import op_base_bytes, state_bytes
 from lowtide.planner.rerun_layers import run_again

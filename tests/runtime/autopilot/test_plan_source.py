@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from lowtide.config.memory import load_memory
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
-from lowtide.core.pattern import Pattern
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.recipe import Codec
-from lowtide.core.rules import Rule, Rules
+from lowtide.core.rules import Pattern, Rule, Rules
 from lowtide.errors import BudgetError
 from lowtide.runtime.autopilot.facts import Facts
 from lowtide.runtime.autopilot.planner import Planner
