@@ -144,7 +144,7 @@ def _searched(search: _Search) -> RankPlan:
     low, high = (0.0, 1.0) if most is None else (1.0, 1.0)
     while high - low > _FINE:
         middle = (low + high) / 2
-        low, high = (low, middle) if search.at(middle) is None else (middle, high)
+        low, high = (middle, high) if search.has_plan(middle) else (low, middle)
     for share in _SHARES:
         tried = search.at(share * low)
         found = found if tried is None else _faster(found, tried)
@@ -166,12 +166,22 @@ class _Search:
         self.needs = {stage: Needs.of(self.chunk_profile(stage)) for stage in task.chunks}
         self.least = {stage: min(self.most[stage], self._least_held(stage)) for stage in task.chunks}
         self._known: dict[float, RankPlan | None] = {}
+        self._asked: dict[float, dict[int, StepProblem] | None] = {}
 
     def at(self, share: float) -> RankPlan | None:
         """With so much of the way from the least to all that is saved; None: it does not fit."""
         if share not in self._known:
-            self._known[share] = self._planned(self._limits(share), self.task.budget_bytes)
+            self._known[share] = self._planned(share)
         return self._known[share]
+
+    def has_plan(self, share: float) -> bool:
+        """Whether `at` gives a plan, without the search for the fastest."""
+        return self._problems_at(share) is not None
+
+    def _problems_at(self, share: float) -> dict[int, StepProblem] | None:
+        if share not in self._asked:
+            self._asked[share] = self._problems(self._limits(share), self.task.budget_bytes)
+        return self._asked[share]
 
     def _limits(self, share: float) -> dict[int, int]:
         """Of each stage, what a chunk may hold in flight beside its input."""
@@ -190,8 +200,8 @@ class _Search:
         }
         return dataclasses.replace(plan, held_bytes=held)
 
-    def _planned(self, limits: Mapping[int, int], budget_bytes: int) -> RankPlan | None:
-        problems = self._problems(limits, budget_bytes)
+    def _planned(self, share: float) -> RankPlan | None:
+        limits, budget_bytes, problems = self._limits(share), self.task.budget_bytes, self._problems_at(share)
         if problems is None:
             return None
         plans = {stage: self._solved(problem, budget_bytes) for stage, problem in problems.items()}
