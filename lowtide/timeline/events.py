@@ -188,6 +188,7 @@ class _Clock:
         landed = [0.0] * len(saved)
         room = None if budget_bytes is None else budget_bytes - floor[:num_forward]
         coming = _Coming(arrays, idle, room)
+        has_visitors = len(arrays.for_forward) > 0
         next_out = 0
         lane_free = 0.0
         for tick in range(num_forward):
@@ -205,8 +206,11 @@ class _Clock:
                     coming.leave(nbytes)
                     self.evict_by[position] = tick
                     self._wait(landed[position], position)
-            visitors.come(tick)
-            self._compute(tick, durations[tick])
+            if has_visitors:
+                visitors.come(tick)
+            if self.with_events:
+                self.note("compute", f"forward {tick}", self.now, self.now + durations[tick])
+            self.now += durations[tick]
             while next_out < len(saved) and saved[next_out] == tick:
                 start = max(lane_free, self.now)
                 lane_free = landed[next_out] = start + copy_seconds[next_out]
@@ -322,10 +326,6 @@ class _Clock:
         self.stall_seconds += until - self.now
         self.now = until
 
-    def _compute(self, tick: int, seconds: float) -> None:
-        self.note("compute", f"forward {tick}", self.now, self.now + seconds)
-        self.now += seconds
-
     def note(self, lane: str, name: str, start: float, end: float) -> None:
         if self.with_events:
             self.events.append(Event(lane=lane, name=name, start=start, end=end))
@@ -400,8 +400,9 @@ class _Coming:
         stops = stops[stops <= num_forward]
         self._ends = dict(zip(stops[:-1].tolist(), stops[1:].tolist()))
         self._least = {}
-        if room is not None:
-            self._least = {stop: int(room[stop:end].min()) for stop, end in self._ends.items()}
+        if room is not None and self._ends:
+            least = np.minimum.reduceat(room[: stops[-1]], stops[:-1])
+            self._least = dict(zip(self._ends, least.tolist()))
         self._has_budget = room is not None
         places = np.searchsorted(stops, idle, side="right") - 1
         self._idle: dict[int, list[int]] = {}
@@ -419,13 +420,16 @@ class _Coming:
 
     def enter(self, tick: int, saved: list[int], nbytes: list[int]) -> None:
         """The step has reached the stop `tick`."""
-        new = [*self._late, *self._idle.get(tick, ())]
-        self._bytes += sum(nbytes[position] for position in self._idle.get(tick, ()))
+        self._room = self._least.get(tick, 0)
+        idle = self._idle.get(tick, [])
+        if not idle and not self._late:
+            return
+        new = [*self._late, *idle]
+        self._bytes += sum(nbytes[position] for position in idle)
         self._late = [position for position in new if saved[position] >= tick]
         for position in new:
             if saved[position] < tick:
                 heapq.heappush(self.waiting, position)
-        self._room = self._least.get(tick, 0)
 
     def has_room(self) -> bool:
         """Whether memory has room until the next stop if nothing leaves at this one."""
