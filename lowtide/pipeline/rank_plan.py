@@ -166,22 +166,16 @@ class _Search:
         self.needs = {stage: Needs.of(self.chunk_profile(stage)) for stage in task.chunks}
         self.least = {stage: min(self.most[stage], self._least_held(stage)) for stage in task.chunks}
         self._known: dict[float, RankPlan | None] = {}
-        self._asked: dict[float, dict[int, StepProblem] | None] = {}
 
     def at(self, share: float) -> RankPlan | None:
         """With so much of the way from the least to all that is saved; None: it does not fit."""
         if share not in self._known:
-            self._known[share] = self._planned(share)
+            self._known[share] = self._planned(self._limits(share), self.task.budget_bytes)
         return self._known[share]
 
     def has_plan(self, share: float) -> bool:
         """Whether `at` gives a plan, without the search for the fastest."""
-        return self._problems_at(share) is not None
-
-    def _problems_at(self, share: float) -> dict[int, StepProblem] | None:
-        if share not in self._asked:
-            self._asked[share] = self._problems(self._limits(share), self.task.budget_bytes)
-        return self._asked[share]
+        return self._problems(self._limits(share), self.task.budget_bytes) is not None
 
     def _limits(self, share: float) -> dict[int, int]:
         """Of each stage, what a chunk may hold in flight beside its input."""
@@ -200,11 +194,11 @@ class _Search:
         }
         return dataclasses.replace(plan, held_bytes=held)
 
-    def _planned(self, share: float) -> RankPlan | None:
-        limits, budget_bytes, problems = self._limits(share), self.task.budget_bytes, self._problems_at(share)
+    def _planned(self, limits: Mapping[int, int], budget_bytes: int) -> RankPlan | None:
+        problems = self._problems(limits, budget_bytes)
         if problems is None:
             return None
-        plans = {stage: self._solved(problem, budget_bytes) for stage, problem in problems.items()}
+        plans = {stage: problem.plan(budget_bytes, with_floor=False) for stage, problem in problems.items()}
         return RankPlan(
             plans=plans,
             held_bytes={stage: limits[stage] + self.task.chunks[stage].input_bytes for stage in plans},
@@ -286,9 +280,6 @@ class _Search:
     def _problem(self, profile: Profile) -> StepProblem:
         return problem_of_step(profile, self.task.config, self.task.link, has_gradients=True, costs=HOST_COSTS)
 
-    def _solved(self, problem: StepProblem, budget_bytes: int) -> Plan:
-        return problem.plan(budget_bytes, with_floor=False)
-
     def _state(self, stage: int) -> StateBytes:
         state = self.task.state
         return dataclasses.replace(state, inputs=state.inputs + self.task.chunks[stage].input_bytes)
@@ -316,7 +307,7 @@ class _Search:
 
     def _most_held(self, stage: int) -> int:
         """What a chunk holds in flight if all is kept but what rules recompute."""
-        return self._held_under(stage, self._solved(self._problem(self._at_turn(stage)), 4 * _NO_LIMIT))
+        return self._held_under(stage, self._problem(self._at_turn(stage)).plan(4 * _NO_LIMIT, with_floor=False))
 
     def _held_under(self, stage: int, plan: Plan) -> int:
         """What a chunk holds in flight under its plan, without its input. What is swapped counts as kept: when it is

@@ -15,7 +15,7 @@ Not covered: warm starts, dual prices; which shares there are, and what ties tho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,12 +56,11 @@ class Linear:
         self._least.append(least)
         return len(self.cost) - 1
 
-    def row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
+    def row(self, terms: Terms, lower: float, upper: float) -> None:
         """lower <= sum of terms <= upper."""
-        listed = list(terms)
-        self._rows.extend([len(self._lower)] * len(listed))
-        self._cols.extend([col for col, _ in listed])
-        self._values.extend([value for _, value in listed])
+        self._rows.extend([len(self._lower)] * len(terms))
+        self._cols.extend([col for col, _ in terms])
+        self._values.extend([value for _, value in terms])
         self._lower.append(lower)
         self._upper.append(upper)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowtide.errors import ConfigError
-from lowtide.timeline.hardware import Form, known_names, read_numbers, read_sourced
+from lowtide.timeline.hardware import Form, read_numbers, read_sourced
 
 _KEYS = (
     "node_devices",
@@ -56,11 +56,6 @@ class Cluster:
         """Of a group of so many devices that lie side by side: within a node if they fit into one."""
         is_within = num_devices <= self.node_devices
         return self.node_bytes_per_second if is_within else self.network_bytes_per_second
-
-
-def cluster_names() -> tuple[str, ...]:
-    """The clusters that lowtide knows, in alphabetical order."""
-    return known_names("clusters")
 
 
 def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:

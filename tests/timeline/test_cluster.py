@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.timeline.cluster import cluster_names, load_cluster
+from lowtide.timeline.cluster import load_cluster
+from lowtide.timeline.hardware import known_names
 
 GOOD = """\
 node_devices = { value = 4, source = "vendor: sheet" }
@@ -21,8 +22,8 @@ reserved_share = { value = 0.1, source = "assumed: a tenth" }
 
 
 def test_all_load_and_are_of_the_right_size() -> None:
-    assert cluster_names() == ("a100", "ascend910b", "h100", "h200", "h800", "ideal")
-    for name in cluster_names():
+    assert known_names("clusters") == ("a100", "ascend910b", "h100", "h200", "h800", "ideal")
+    for name in known_names("clusters"):
         cluster = load_cluster(name)
         assert cluster.name == name
         assert set(cluster.sources) == {key.partition(" ")[0] for key in GOOD.splitlines()}
