@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_983,
+    "lines": 57_988,
     "files": 239,
     "classes": 503,
     "files that one other file imports": 33,

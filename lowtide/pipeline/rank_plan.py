@@ -143,7 +143,7 @@ def _searched(search: _Search) -> RankPlan:
     low, high = (0.0, 1.0) if most is None else (1.0, 1.0)
     while high - low > _FINE:
         middle = (low + high) / 2
-        low, high = (low, middle) if search.at(middle) is None else (middle, high)
+        low, high = (middle, high) if search.has_plan(middle) else (low, middle)
     for share in _SHARES:
         tried = search.at(share * low)
         found = found if tried is None else _faster(found, tried)
@@ -172,6 +172,10 @@ class _Search:
             self._known[share] = self._planned(self._limits(share), self.task.budget_bytes)
         return self._known[share]
 
+    def has_plan(self, share: float) -> bool:
+        """Whether `at` gives a plan, without the search for the fastest."""
+        return self._problems(self._limits(share), self.task.budget_bytes) is not None
+
     def _limits(self, share: float) -> dict[int, int]:
         """Of each stage, what a chunk may hold in flight beside its input."""
         limits = {}
@@ -193,7 +197,7 @@ class _Search:
         problems = self._problems(limits, budget_bytes)
         if problems is None:
             return None
-        plans = {stage: self._solved(problem, budget_bytes) for stage, problem in problems.items()}
+        plans = {stage: problem.plan(budget_bytes, with_floor=False) for stage, problem in problems.items()}
         return RankPlan(
             plans=plans,
             held_bytes={stage: limits[stage] + self.task.chunks[stage].input_bytes for stage in plans},
@@ -275,9 +279,6 @@ class _Search:
     def _problem(self, profile: Profile) -> StepProblem:
         return problem_of_step(profile, self.task.config, self.task.link, has_gradients=True, costs=HOST_COSTS)
 
-    def _solved(self, problem: StepProblem, budget_bytes: int) -> Plan:
-        return problem.plan(budget_bytes, with_floor=False)
-
     def _state(self, stage: int) -> StateBytes:
         state = self.task.state
         return dataclasses.replace(state, inputs=state.inputs + self.task.chunks[stage].input_bytes)
@@ -305,7 +306,7 @@ class _Search:
 
     def _most_held(self, stage: int) -> int:
         """What a chunk holds in flight if all is kept but what rules recompute."""
-        return self._held_under(stage, self._solved(self._problem(self._at_turn(stage)), 4 * _NO_LIMIT))
+        return self._held_under(stage, self._problem(self._at_turn(stage)).plan(4 * _NO_LIMIT, with_floor=False))
 
     def _held_under(self, stage: int, plan: Plan) -> int:
         """What a chunk holds in flight under its plan, without its input. What is swapped counts as kept: when it is

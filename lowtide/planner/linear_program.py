@@ -15,7 +15,7 @@ Not covered: warm starts, dual prices; which shares there are, and what ties tho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,13 +51,11 @@ class Linear:
         self._least.append(least)
         return len(self.cost) - 1
 
-    def row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
+    def row(self, terms: Terms, lower: float, upper: float) -> None:
         """lower <= sum of terms <= upper."""
-        number = len(self._lower)
-        for col, value in terms:
-            self._rows.append(number)
-            self._cols.append(col)
-            self._values.append(value)
+        self._rows.extend([len(self._lower)] * len(terms))
+        self._cols.extend([col for col, _ in terms])
+        self._values.extend([value for _, value in terms])
         self._lower.append(lower)
         self._upper.append(upper)
 
@@ -153,11 +151,12 @@ def watch_flow(build: Linear, points: Points, moves: Moves, budget: float) -> No
     num_forward, share = points.num_forward_ticks, points.compute_share
     away = dead = ready = needed = sent = fetched = -1
     behind: Terms = []
-    for k, tick in enumerate(points.ticks):
+    plain, times = points.plain.tolist(), points.seconds.tolist()  # numpy's own numbers take several times as long
+    for k, tick in enumerate(points.ticks.tolist()):
         away = _prefix(build, away, moves.away[k])
         stall = build.column(1.0)
-        elapsed = [(stall, -1.0), *((col, -seconds) for col, seconds in moves.extra[k])]
-        compute = points.seconds[k]
+        elapsed = [(stall, -1.0), *[(col, -seconds) for col, seconds in moves.extra[k]]]
+        compute = times[k]
         # Everything that is there: the plain curve, less what is away, plus what has not left yet, plus what is
         # back before it is needed, plus the transient of a recipe.
         memory = [(away, -1.0), *_transient(build, moves.transient[k])]
@@ -188,7 +187,7 @@ def watch_flow(build: Linear, points: Points, moves: Moves, budget: float) -> No
             build.row([(fetched, 1.0), (needed, -1.0)], 0.0, math.inf)
             build.row([(fetched, 1.0), *_minus(before_fetched), *elapsed], -math.inf, compute)
             build.row([(fetched, 1.0), *_minus(before_fetched)], 0.0, math.inf)
-        build.row(memory, -math.inf, budget - points.plain[k])
+        build.row(memory, -math.inf, budget - plain[k])
     if behind:
         build.row(merged([*behind, *((col, -share * back) for col, back in moves.back)]), -math.inf, 0.0)
 

@@ -52,8 +52,9 @@ def floor(step: Step | StepArrays, host_bytes: int | None = None) -> tuple[int, 
     peak_bytes, fates, is_proven = quick_floor(arrays, host_bytes)
     if is_proven:
         return peak_bytes, fates
-    (missing, peak_bytes), best = _lowest(_timeless(arrays.step), host_bytes, fates)
-    return (UNREACHABLE if missing else peak_bytes), best
+    below_bytes = min((tick.base_bytes for tick in arrays.step.ticks), default=0)
+    (missing, peak_bytes), best = _lowest(_timeless(arrays.step, below_bytes), host_bytes, fates)
+    return (UNREACHABLE if missing else below_bytes + peak_bytes), best
 
 
 @functools.lru_cache(maxsize=8)
@@ -75,9 +76,13 @@ def _lowest(step: Step, host_bytes: int | None, fates: Fates) -> tuple[tuple[int
     return evaluator.excess(best), best
 
 
-def _timeless(step: Step) -> Step:
-    """The step with times that follow from bytes: measured ones are others each time, and so is what is cheapest."""
-    ticks = tuple(dataclasses.replace(tick, seconds=_TICK_SECONDS) for tick in step.ticks)
+def _timeless(step: Step, below_bytes: int) -> Step:
+    """The step with times that follow from bytes: measured ones are others each time, and so is what is cheapest.
+    Without the bytes that are there all the time: what is known of them changes, and the floor above them does not."""
+    ticks = tuple(
+        dataclasses.replace(tick, seconds=_TICK_SECONDS, base_bytes=tick.base_bytes - below_bytes)
+        for tick in step.ticks
+    )
     return dataclasses.replace(step, ticks=ticks, items=tuple(map(_timeless_item, step.items)))
 
 

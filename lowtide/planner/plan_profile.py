@@ -53,12 +53,13 @@ def plan_profile(
     costs: HostCosts = NO_COSTS,
     progress: Callable[[str], None] | None = None,
     with_suggestions: bool = True,
+    with_floor: bool = True,
     changes: Sequence[Change] = (),
 ) -> Plan:
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
     `costs` are those of the runtime itself. `num_micro_batches` share what the optimizer's state costs on its way,
-    where `config.optimizer` lets it travel.
+    where `config.optimizer` lets it travel. `with_floor`: as of `StepProblem.plan`.
     Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
     them (advice.py).
     """
@@ -70,7 +71,7 @@ def plan_profile(
     if progress is not None:
         progress("looking for the fastest plan")
     if problem.space.has_plan(budget):
-        return problem.plan(budget)
+        return problem.plan(budget, with_floor=with_floor)
     error = problem.refusal(budget, with_suggestions=with_suggestions)
     if not with_suggestions or error.floor_bytes >= UNREACHABLE:
         raise error

@@ -30,6 +30,7 @@ Not covered: a link that both directions share, a third tier, collectives, and w
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -190,8 +191,8 @@ class _Clock:
             if due is not None:
                 for position in due[tick]:
                     self.evict_by[position] = tick
-                    self._wait(landed[position], position)
-            elif coming.is_stop(tick):
+                    self.wait_for(landed[position], self._name(position))
+            elif tick in coming.room:
                 coming.enter(tick, saved, nbytes)
                 while coming.waiting:
                     position = coming.waiting[0]
@@ -200,16 +201,19 @@ class _Clock:
                         break
                     coming.leave(nbytes)
                     self.evict_by[position] = tick
-                    self._wait(landed[position], position)
-            visitors.come(tick)
-            self._compute(tick, durations[tick])
+                    self.wait_for(landed[position], self._name(position))
+            if len(arrays.for_forward):
+                visitors.come(tick)
+            if self.with_events:
+                self.note("compute", f"forward {tick}", self.now, self.now + durations[tick])
+            self.now += durations[tick]
             while next_out < len(saved) and saved[next_out] == tick:
                 start = max(lane_free, self.now)
                 lane_free = landed[next_out] = start + copy_seconds[next_out]
                 self.note("out", self._name(next_out), start, lane_free)
                 next_out += 1
         if landed:
-            self._wait(lane_free, len(saved) - 1)
+            self.wait_for(lane_free, self._name(len(saved) - 1))
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -291,7 +295,7 @@ class _Clock:
                 self.note("in", self._name(issued), start, lane_free)
                 next_in += 1
             self.now = shift + float(starts[need - num_forward])
-            self._wait(arrived[position], position)
+            self.wait_for(arrived[position], self._name(position))
             if after_seconds[position]:
                 start = max(out_free, self.now)
                 out_free = start + after_seconds[position]
@@ -301,14 +305,11 @@ class _Clock:
         durations = (arrays.seconds + self.contention + self.made_seconds)[num_forward:]
         self.now = shift + float(durations.sum())
         if len(arrays.for_forward) and order:
-            self._wait(out_free, order[-1])
+            self.wait_for(out_free, self._name(order[-1]))
         if self.with_events:
             self._note_backward(starts, shifts)
 
     # -- both ------------------------------------------------------------------------------------------------------
-
-    def _wait(self, until: float, position: int) -> None:
-        self.wait_for(until, self._name(position))
 
     def wait_for(self, until: float, name: str) -> None:
         """Compute waits for a copy of this name."""
@@ -317,10 +318,6 @@ class _Clock:
         self.note("stall", name, self.now, until)
         self.stall_seconds += until - self.now
         self.now = until
-
-    def _compute(self, tick: int, seconds: float) -> None:
-        self.note("compute", f"forward {tick}", self.now, self.now + seconds)
-        self.now += seconds
 
     def note(self, lane: str, name: str, start: float, end: float) -> None:
         if self.with_events:
@@ -394,11 +391,11 @@ class _Coming:
         num_forward = arrays.step.num_forward_ticks
         stops = np.unique(np.append(arrays.next_stop[:num_forward], num_forward))
         stops = stops[stops <= num_forward]
-        self._ends = dict(zip(stops[:-1].tolist(), stops[1:].tolist()))
-        self._least = {}
-        if room is not None:
-            self._least = {stop: int(room[stop:end].min()) for stop, end in self._ends.items()}
-        self._has_budget = room is not None
+        least = [math.inf] * (len(stops) - 1)
+        if room is not None and least:
+            least = np.minimum.reduceat(room[: stops[-1]], stops[:-1]).tolist()
+        self.room = dict(zip(stops[:-1].tolist(), least))
+        """Of each stop, the least room until the next one."""
         places = np.searchsorted(stops, idle, side="right") - 1
         self._idle: dict[int, list[int]] = {}
         for position, place in enumerate(places.tolist()):
@@ -408,24 +405,24 @@ class _Coming:
         """Idle and not yet gone, first to land first."""
         self._late: list[int] = []
         self._bytes = 0
-        self._room = 0
-
-    def is_stop(self, tick: int) -> bool:
-        return tick in self._ends
+        self._room: float = 0
 
     def enter(self, tick: int, saved: list[int], nbytes: list[int]) -> None:
         """The step has reached the stop `tick`."""
-        new = [*self._late, *self._idle.get(tick, ())]
-        self._bytes += sum(nbytes[position] for position in self._idle.get(tick, ()))
+        self._room = self.room[tick]
+        idle = self._idle.get(tick, [])
+        if not idle and not self._late:
+            return
+        new = [*self._late, *idle]
+        self._bytes += sum(nbytes[position] for position in idle)
         self._late = [position for position in new if saved[position] >= tick]
         for position in new:
             if saved[position] < tick:
                 heapq.heappush(self.waiting, position)
-        self._room = self._least.get(tick, 0)
 
     def has_room(self) -> bool:
         """Whether memory has room until the next stop if nothing leaves at this one."""
-        return not self._has_budget or self._bytes <= self._room
+        return self._bytes <= self._room
 
     def leave(self, nbytes: list[int]) -> None:
         """The item whose copy completes first is released."""

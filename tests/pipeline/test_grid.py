@@ -1,4 +1,4 @@
-"""Every schedule, every fate, models of transformers: losses, norms, gradients and weights of three steps are those of
+"""Every schedule, every fate, models of transformers: losses, norms, gradients and weights of two steps are those of
 one process, to the bit. A selection that has every fate with every model and every schedule; `extended` has all."""
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from lowtide.pipeline import Pipeline, WeightGradients, find_ties, fit_stages, l
 from lowtide.pipeline.cut_model import cut, loss_of
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import layers_of_stages
+from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.tensors.ranks import ALONE, gather
 from tests.pipeline.test_cut_model import CONFIGS
 from tests.support.virtual_engine import virtual
@@ -141,10 +142,11 @@ def _under(
     if fate == "keep":
         return [], None
     how: Any = {"optimizer": optimizer, "engine": engine}
-    plain = fit_stages(pipeline, *given, memory={"budget": 1 << 40, "min_bytes": 0}, **how)
-    plain.remove()
+    with LiveBytes(model=nn.ModuleList(pipeline.stages.values()), optimizer=optimizer) as plain:
+        pipeline.step(*given)
+    optimizer.zero_grad()
     # To look for the floor would take as long again as the plan.
-    budget = max(gather(plain.found.peak_bytes, None)) * 7 // 8
+    budget = max(gather(plain.peak_bytes, None)) * 7 // 8
     try:
         plans = fit_stages(pipeline, *given, memory={"budget": budget, "min_bytes": 0}, **how)
     except BudgetError as error:

@@ -110,11 +110,12 @@ class Planner:
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
-    def make(self, profile: Profile, budget_bytes: int) -> Plan:
+    def make(self, profile: Profile, budget_bytes: int, *, with_floor: bool = True) -> Plan:
         """This rank's own plan, without the recipes and the second runs that did not hold. Raises BudgetError where
         none fits.
 
         Once some of the optimizer's state has moved, as much stays as stays now, or, where that does not fit, none.
+        `with_floor`: as of `StepProblem.plan`.
         """
         facts = self.facts
         assert facts.link is not None
@@ -123,7 +124,7 @@ class Planner:
         if self._last is None or self._last[0] is not profile or self._last[1] != facts:
             self._last = (profile, facts, _steady(facts.known_to(profile), facts))
         steady = self._last[2]
-        return self._plan(steady, costs=HOST_COSTS, **how)
+        return self._plan(steady, costs=HOST_COSTS, with_floor=with_floor, **how)
 
     def _plan(self, profile: Profile, **how: Any) -> Plan:
         resident_bytes = self.facts.resident_state_bytes
@@ -187,13 +188,13 @@ class Planner:
         num_others = self.facts.num_passes - 1
         self.know(beside_bytes=0)
 
-        def plans(beside_bytes: int) -> list[Plan]:
+        def plans(beside_bytes: int, *, with_floor: bool = False) -> list[Plan]:
             """With so much room for the others; the smallest, where nothing fits. For a smaller budget of one step,
             of which the solver knows the floor then."""
             made = []
             for shape in shapes:
                 try:
-                    made.append(self.make(shape.profile, self.budget_for(shape) - beside_bytes))
+                    made.append(self.make(shape.profile, self.budget_for(shape) - beside_bytes, with_floor=with_floor))
                 except BudgetError as refusal:
                     made.append(self._smallest(shape.profile, refusal.with_traceback(None)))
             return made
@@ -206,7 +207,8 @@ class Planner:
             gradients = max(shape.profile.state.gradients for shape in shapes) if self.facts.has_gradients else 0
             return num_others * (held + output_bytes) + gradients
 
-        floor_bytes = max(plan.predicted.floor_bytes or 0 for plan in plans(0) if plan.predicted is not None)
+        predictions = [plan.predicted for plan in plans(0, with_floor=True)]
+        floor_bytes = max(found.floor_bytes or 0 for found in predictions if found is not None)
         most = max(0, self.budget_bytes - max(shape.unforeseen_bytes for shape in shapes) - floor_bytes)
         least = held_bytes(most)
         if least > most:  # nothing fits; so much is held under the smallest plans

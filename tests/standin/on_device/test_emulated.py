@@ -12,11 +12,12 @@ from benchmarks.emulated import Emulated, summary
 from lowtide.profiling.smaller import measured_codec
 from lowtide.timeline.hardware import load_hardware
 from tests.standin import device
+from tests.support.grid import one_of
 
 DRAWS = (1, 2, 5, 8)
 
 
-@pytest.mark.parametrize(("model", "name"), [("llama", "h200"), ("gpt2", "rtx4090"), ("qwen3_moe", "h200")])
+@pytest.mark.parametrize(("model", "name"), one_of(2, [("gpt2", "rtx4090"), ("qwen3_moe", "h200"), ("llama", "h200")]))
 def test_the_engine_takes_the_time_that_the_timeline_says(model: str, name: str) -> None:
     emulated = Emulated(model, load_hardware(name), layers=2)
     rows = []

@@ -9,6 +9,7 @@ import lowtide
 from tests.standin import device
 from tests.standin.swaps import HERE
 from tests.support import zoo
+from tests.support.grid import in_turn
 
 NAMES = ("llama", "llama_bf16", "mlp", "tied", "lora", "transformer_encoder")
 
@@ -34,8 +35,7 @@ def _trained(name: str, plan: dict | None, update: str | None) -> zoo.Result:
     return _on_host(result)
 
 
-@pytest.mark.parametrize("policy", ["late", "early", "hidden", 5, 11])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "policy"), in_turn(2, NAMES, ["late", "early", "hidden", 5, 11]))
 def test_plain_bits_whatever_copies_do(name: str, policy: str | int) -> None:
     device.play("early")
     layers = list(zoo.CASES[name].layers)
