@@ -198,6 +198,8 @@ class InBackward:
         """Parameters that had a gradient when the last step ended: what is done with those shows the habit."""
         self._pass = -1
         """The backward pass whose end is waited for. One that fails has none."""
+        self.is_held = False
+        """More micro-batches will add to the gradients that come now."""
         self.gradient_peak_bytes = 0
         """The most bytes of gradients that came in one step and were there at a time, in any step so far."""
         self._hooks = [
@@ -228,7 +230,7 @@ class InBackward:
     # -- while backward runs -------------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:
+        if self.is_held or parameter.grad is None:
             return  # frozen since the forward: torch calls the hook, and gives it no gradient
         if parameter in self._step.stepped:
             raise RuntimeError(

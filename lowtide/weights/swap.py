@@ -63,6 +63,8 @@ from lowtide.tensors.view import Shape, View
 from lowtide.tensors.wrappers import is_distributed
 from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
+from lowtide.weights.micro_batches import MicroBatch, run_backward
+from lowtide.weights.micro_batches import check as check_pieces
 from lowtide.weights.moves import FORWARD, Movable, WeightMoves, quiet
 
 UPDATES = ("step", "in_backward")
@@ -342,6 +344,10 @@ class WeightSwap:
         self._gradients: dict[torch.Tensor, Movable] = {}
         self._open: list[_Unit] = []
         """Parts whose forward runs now, from the outside in."""
+        self._micro_batch: MicroBatch | None = None
+        """The one whose forward runs now, where several are handed over together."""
+        self._waits = False
+        """Gradients stay until the backward of all micro-batches has come to them."""
         self._used: set[_Unit] = set()
         self._has_warned = False
         self._undo: list[Callable[[], Any]] = []
@@ -486,6 +492,9 @@ class WeightSwap:
             self._open.append(unit)
             try:
                 kind = FORWARD if current_autograd_node() is None else "again"
+                cuts = self._micro_batch if kind == FORWARD and len(self._open) == 1 else None
+                if cuts is not None and torch.is_grad_enabled():
+                    args, kwargs = cuts.enter(unit.name, args, kwargs)
                 with self._moves.using((kind, unit.name), unit.items), self._holding_saved():
                     output = forward(*args, **kwargs)
             except RuntimeError as error:
@@ -500,6 +509,7 @@ class WeightSwap:
                 self._open.remove(unit)
             if torch.is_grad_enabled():
                 self._wait_for_backward(unit, output)
+                output = output if cuts is None else cuts.leave(output)
             elif unit.module is self.model:
                 self.flush()
             return output
@@ -528,11 +538,76 @@ class WeightSwap:
         key = ("backward", unit.name)
         if any(item.slot is None for item in unit.items):
             return  # of a graph that is older than `remove()`
-        self._moves.arrive_at_the_end()
+        if not self._waits:
+            self._moves.arrive_at_the_end()
         if self._moves.last != key:
             away = [item for item in unit.gradients if item.is_away]
             new = tuple(item for item in unit.gradients if item.tensor is None)
             self._moves.use(key, [*unit.items, *away], new)
+
+    # -- several micro-batches -----------------------------------------------------------------------------------------
+
+    def step(self, losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Forward and backward of the micro-batches of one optimizer step, with M + 1 fetches of a layer for M of them,
+        not 2 M. Gradients are added to in their order, so that the bits are those of `loss().backward()` for one after
+        the other. `optimizer.step()` comes after it.
+
+        `losses`: each runs a forward of the model and returns its scalar loss, already divided as the sum should be.
+        Returns the losses, without their graphs. What the layers of all micro-batches save is there at a time: put the
+        layers under torch's checkpoint. `update="in_backward"` takes several micro-batches here alone.
+
+        Raises `ConfigError` before any gradient is there: under a plan, for no losses, and for a model in which
+        plain's sums are not formed layer by layer (tied weights, a layer that runs twice, a tensor that goes around a
+        layer). An error of a forward leaves all gradients as they were.
+        """
+        batches = self._forwards(losses)
+        results = [batch.loss.detach() for batch in batches if batch.loss is not None]
+        check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
+        self._waits = True
+        try:
+            run_backward(
+                batches, before=lambda batch: self._hold_updates(batch is not batches[-1]), after=self._is_over
+            )
+        finally:
+            self._waits = False
+            self._hold_updates(False)
+            self._moves.arrive()
+        return results
+
+    def _forwards(self, losses: Sequence[Callable[[], torch.Tensor]]) -> list[MicroBatch]:
+        if self.is_planned or patched_module(self.model) is not None:
+            raise ConfigError("lowtide: step: the model is under a plan; call remove() of the plan's handle first")
+        if not losses or not all(map(callable, losses)):
+            raise ConfigError(
+                "lowtide: step: takes a list of functions, each of which runs the forward of one micro-batch and returns "
+                "its loss"
+            )
+        if self.optimizer_swap is not None and self.optimizer_swap.has_begun:
+            raise ConfigError("lowtide: step: backward has updated weights already; call optimizer.step() first")
+        batches = []
+        try:
+            for number, loss in enumerate(losses, 1):
+                batch = self._micro_batch = MicroBatch()
+                batch.loss = loss()
+                if not isinstance(batch.loss, torch.Tensor) or batch.loss.numel() != 1 or not batch.loss.requires_grad:
+                    raise ConfigError(f"lowtide: step: what loss {number} returns is no scalar tensor with a graph")
+                batches.append(batch)
+        finally:
+            self._micro_batch = None
+        return batches
+
+    def _hold_updates(self, holds: bool) -> None:
+        if self.optimizer_swap is not None:
+            self.optimizer_swap.hold_updates(holds)
+
+    def _is_over(self, name: str) -> None:
+        """The backward of a part is over for all micro-batches: its gradients may leave."""
+        self._waits = False
+        for unit in self._units:
+            for item in unit.gradients if unit.name == name else ():
+                if item.tensor is not None:
+                    self._after_gradient(item)
+        self._waits = True
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
@@ -600,6 +675,8 @@ class WeightSwap:
 
     def _after_gradient(self, item: Movable) -> None:
         """A gradient is complete, for this backward pass."""
+        if self._waits:
+            return
         if self._moves.send(item):
             self._moves.leave(item)
             self._moves.retire(False)
