@@ -12,8 +12,9 @@ micro-batches, which come in order. `_check` refuses graphs in which that is not
 by two pieces, the sum would have another order.
 
 Cost: what the layers of all micro-batches saved is there at a time; with layers under torch's checkpoint these are the
-inputs of the layers. Python: about 1 us a node of the graph, for the check. Not covered: loops whose micro-batches run
-different layers, plans, weights that two layers share (all refused by name).
+inputs of the layers. Python: about 1 us a node of the graph, for the check. Refused by name: micro-batches that run
+different layers, plans, weights that two layers share. Not covered: a forward that calls `torch.autograd.grad` with
+`allow_unused=True`: to torch, what is behind a cut is unused.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ _ONE_BY_ONE = "call backward() of one micro-batch after the other instead"
 
 @dataclass(eq=False, slots=True)
 class _Joint:
-    """Where the graph was cut: the tensor before the cut, and the gradient that has arrived at it."""
+    """Where the graph was cut: the tensor before the cut, its node then, and the gradient that has arrived at it."""
 
+    batch: MicroBatch
     tensor: torch.Tensor
+    node: Any
     gradient: torch.Tensor | None = None
 
 
@@ -50,6 +53,8 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        if not ctx.joint.batch.is_complete:
+            raise ConfigError(f"{_CALL}: a micro-batch has a backward pass inside of its forward; {_ONE_BY_ONE}")
         ctx.joint.gradient = gradient
         return None, None, None
 
@@ -69,6 +74,8 @@ class MicroBatch:
     def __init__(self) -> None:
         self.runs: list[_LayerRun] = []
         self.loss: torch.Tensor | None = None
+        self.is_complete = False
+        """Its forward is over."""
         self._root = torch.zeros((), requires_grad=True)
 
     def enter(self, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -88,7 +95,7 @@ class MicroBatch:
             if not tensor.requires_grad:
                 return tensor
             if id(tensor) not in known:
-                joints.append(_Joint(tensor))
+                joints.append(_Joint(self, tensor, tensor.grad_fn))
                 cut_off = _Cut.apply(self._root, tensor.detach(), joints[-1])
                 assert isinstance(cut_off, torch.Tensor)
                 known[id(tensor)] = cut_off
@@ -136,35 +143,53 @@ def _send(joints: list[_Joint]) -> None:
 def check(batches: Sequence[MicroBatch], names: dict[torch.Tensor, str]) -> None:
     """Raise `ConfigError` for graphs whose pieces would form other sums than plain's. `names`: of parameters."""
     first = [run.name for run in batches[0].runs]
+    repeated = next((name for name in first if first.count(name) > 1), None)
+    if repeated is not None:
+        raise ConfigError(f"{_CALL}: '{repeated}' runs more than once in a forward; {_ONE_BY_ONE}")
+    owners: dict[Any, str] = {}
     for number, batch in enumerate(batches, 1):
         if [run.name for run in batch.runs] != first:
             raise ConfigError(f"{_CALL}: micro-batch {number} runs other layers than the first one; {_ONE_BY_ONE}")
-        repeated = next((name for name in first if first.count(name) > 1), None)
-        if repeated is not None and len(batches) > 1:
-            raise ConfigError(f"{_CALL}: '{repeated}' runs more than once in a forward; {_ONE_BY_ONE}")
-        _check_pieces(batch, names)
-
-
-def _check_pieces(batch: MicroBatch, names: dict[torch.Tensor, str]) -> None:
-    """Each node of the graph, and each weight, is of one piece alone."""
-    owners: dict[Any, int] = {}
-    pieces = batch.pieces()
-    for number, (name, roots) in enumerate(pieces):
-        pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
-        while pending:
-            node = pending.pop()
-            if type(node).__name__ == "AccumulateGrad":
-                node = node.variable
-            if node is None or owners.get(node) == number:
-                continue
-            if node in owners:
+        for run in batch.runs:
+            if any(joint.tensor.grad_fn is not joint.node for joint in (*run.given, *run.made)):
                 raise ConfigError(
-                    f"{_CALL}: {_named(node, names)} is used by {pieces[owners[node]][0]} and by {name}, so gradients "
-                    f"of several micro-batches would not be added up as plain training does; {_ONE_BY_ONE}"
+                    f"{_CALL}: what '{run.name}' was given or gave was written into through another tensor; "
+                    f"{_ONE_BY_ONE}"
                 )
-            owners[node] = number
-            goes_on = not isinstance(node, torch.Tensor) and not isinstance(getattr(node, "joint", None), _Joint)
-            pending += [following for following, _ in node.next_functions] if goes_on else []
+        # All use the same leaves; anything else is of one micro-batch.
+        leaves: dict[Any, str] = {}
+        for piece, roots in batch.pieces():
+            _own(roots, f"{piece} of micro-batch {number}", owners, leaves, names)
+
+
+def _own(
+    roots: list[torch.Tensor],
+    piece: str,
+    owners: dict[Any, str],
+    leaves: dict[Any, str],
+    names: dict[torch.Tensor, str],
+) -> None:
+    """Note for each node of the graph from these roots on, up to a cut, and for each weight, that it is of `piece`.
+    Raises `ConfigError` for what is of another one already."""
+    pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
+    while pending:
+        node = pending.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            node = node.variable
+        if node is None:
+            continue
+        is_leaf = isinstance(node, torch.Tensor)
+        known = leaves if is_leaf else owners
+        if known.get(node) is piece:
+            continue
+        if node in known:
+            raise ConfigError(
+                f"{_CALL}: {_named(node, names)} is used by {known[node]} and by {piece}, so gradients would not be "
+                f"added up as in plain training; {_ONE_BY_ONE}"
+            )
+        known[node] = piece
+        if not is_leaf and not isinstance(getattr(node, "joint", None), _Joint):
+            pending += [following for following, _ in node.next_functions]
 
 
 def _named(node: Any, names: dict[torch.Tensor, str]) -> str:

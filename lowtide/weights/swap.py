@@ -579,8 +579,8 @@ class WeightSwap:
             raise ConfigError("lowtide: step: the model is under a plan; call remove() of the plan's handle first")
         if not losses or not all(map(callable, losses)):
             raise ConfigError(
-                "lowtide: step: takes a list of functions, each of which runs the forward of one micro-batch and returns "
-                "its loss"
+                "lowtide: step: takes a list of functions, each of which runs the forward of one micro-batch and "
+                "returns its loss"
             )
         if self.optimizer_swap is not None and self.optimizer_swap.has_begun:
             raise ConfigError("lowtide: step: backward has updated weights already; call optimizer.step() first")
@@ -591,6 +591,7 @@ class WeightSwap:
                 batch.loss = loss()
                 if not isinstance(batch.loss, torch.Tensor) or batch.loss.numel() != 1 or not batch.loss.requires_grad:
                     raise ConfigError(f"lowtide: step: what loss {number} returns is no scalar tensor with a graph")
+                batch.is_complete = True
                 batches.append(batch)
         finally:
             self._micro_batch = None

@@ -209,28 +209,78 @@ class _Leaks(Small):
         return loss + inside[0].square().mean()
 
 
-_INSTEAD = (
-    "so gradients of several micro-batches would not be added up as plain training does; call backward() of one "
-    "micro-batch after the other instead"
-)
+class _Remembers(Small):
+    """What the last micro-batch has made goes into the next one."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        made, self.last = x if self.last is None else x + self.last, x
+        return torch.nn.functional.cross_entropy(self.head(made).flatten(0, 1), tokens.flatten())
+
+
+class _WritesLater(Small):
+    """A layer gives a view, and what it is a view of is written to after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = _Half()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(tokens))
+        self.layers[0].whole.mul_(2.0)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class _Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.whole = self.up(x)
+        return self.whole[..., :24]
+
+
+class _Searches(Small):
+    """A backward pass inside of the forward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(tokens)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+_ALONE = "call backward() of one micro-batch after the other instead"
+_SUMS = f", so gradients would not be added up as in plain training; {_ALONE}"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tied": (
         Small,
-        f"lowtide: step: 'embed.weight' is used by 'embed' and by 'head', {_INSTEAD}",
+        f"'embed.weight' is used by 'embed' of micro-batch 1 and by 'head' of micro-batch 1{_SUMS}",
     ),
     "around": (
         _Around,
-        "lowtide: step: what a layer gives, of shape [2, 8, 24], is used by what goes into 'layers.0' and by what goes "
-        f"into 'head', {_INSTEAD}",
+        "what a layer gives, of shape [2, 8, 24], is used by what goes into 'layers.0' of micro-batch 1 and by what "
+        f"goes into 'head' of micro-batch 1{_SUMS}",
     ),
-    "twice": (
-        _Twice,
-        "lowtide: step: 'layers.0' runs more than once in a forward; call backward() of one micro-batch after the other "
-        "instead",
-    ),
+    "twice": (_Twice, f"'layers.0' runs more than once in a forward; {_ALONE}"),
     "leaks": (
         _Leaks,
-        "lowtide: step: the result of View is used by what follows the layers and by 'layers.1', " + _INSTEAD,
+        "the result of View is used by what follows the layers of micro-batch 1 and by 'layers.1' of micro-batch "
+        f"1{_SUMS}",
+    ),
+    "remembers": (
+        _Remembers,
+        "what a layer gives, of shape [2, 8, 24], is used by what goes into 'head' of micro-batch 1 and by what goes "
+        f"into 'head' of micro-batch 2{_SUMS}",
+    ),
+    "searches": (_Searches, f"a micro-batch has a backward pass inside of its forward; {_ALONE}"),
+    "writes later": (
+        _WritesLater,
+        f"what 'layers.0' was given or gave was written into through another tensor; {_ALONE}",
     ),
 }
 
@@ -245,7 +295,7 @@ def test_other_sums_are_refused_before_any_gradient_is_there(name: str) -> None:
     with lowtide.swap_weights(model, optimizer, min_bytes=1) as handle:
         with pytest.raises(ConfigError) as refused:
             handle.step([lambda: model(batch(0)), lambda: model(batch(1))])
-        assert str(refused.value) == text
+        assert str(refused.value) == f"lowtide: step: {text}"
         assert all(parameter.grad is None for parameter in model.parameters())
         model(batch(0)).backward()
         optimizer.step()
@@ -309,6 +359,10 @@ def test_an_error_in_the_middle(kind: type[BaseException], where: str, update: s
     assert_same({**model.state_dict()}, {**plain.state_dict()})
 
 
+def _loss(case: zoo.Case, model: nn.Module, number: int) -> torch.Tensor:
+    return case.loss(model, case.batch(number))
+
+
 @pytest.mark.parametrize("name", one_of(2, sorted(zoo.CASES), first=1))
 def test_the_zoo(name: str) -> None:
     """Plain's bits, or a refusal before any gradient is there."""
@@ -322,9 +376,7 @@ def test_the_zoo(name: str) -> None:
         if is_swapped:
             with lowtide.swap_weights(model, optimizer, min_bytes=1) as handle:
                 try:
-                    handle.step(
-                        [functools.partial(lambda n: case.loss(model, case.batch(n)), number) for number in numbers]
-                    )
+                    handle.step([functools.partial(_loss, case, model, number) for number in numbers])
                 except ConfigError as error:
                     print(name, error)
                     assert all(parameter.grad is None for parameter in model.parameters())
