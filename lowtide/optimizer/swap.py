@@ -238,7 +238,7 @@ class OptimizerSwap:
     def hold_updates(self, holds: bool) -> None:
         """While `holds`, gradients that come wait for those of more micro-batches, and update nothing."""
         if self._in_backward is not None:
-            self._in_backward.is_held = holds
+            self._in_backward.hold(holds)
 
     def detach(self) -> None:
         """Bring the state back to the device, in plain tensors, and leave the optimizer as it was. Idempotent.

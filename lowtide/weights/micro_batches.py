@@ -42,7 +42,7 @@ class _Joint:
     gradient: torch.Tensor | None = None
 
 
-class _Cut(torch.autograd.Function):
+class _CutGraph(torch.autograd.Function):
     """The same bytes, in a graph that begins here. Writes in place count for the tensor before the cut, too."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class MicroBatch:
                 return tensor
             if id(tensor) not in known:
                 joints.append(_Joint(self, tensor, tensor.grad_fn))
-                cut_off = _Cut.apply(self._root, tensor.detach(), joints[-1])
+                cut_off = _CutGraph.apply(self._root, tensor.detach(), joints[-1])
                 assert isinstance(cut_off, torch.Tensor)
                 known[id(tensor)] = cut_off
             return known[id(tensor)]

@@ -14,7 +14,8 @@ it, is a handle on the parameter: it checks the version and takes the bytes from
 holds no weight on the device. A copy changes no bit, and the optimizer's own step runs on the device.
 
 Cost: weights cross the link twice a step inwards and once back, moments once each way, gradients, with `update="step"`,
-once each way. Python: about 60 us for each tensor and direction.
+once each way. Of M micro-batches each brings weights and gradients anew, unless `step` has them all
+(micro_batches.py). Python: about 60 us for each tensor and direction.
 Refused by name: several ranks, FSDP2, DDP, compiled modules, a model under a plan (put the plan on after this). Staying
 on the device: parameters below `min_bytes`, those of modules around the layers, and those that share memory with
 others. On an accelerator a weight that is read outside of its layer's turn is NaN: use `handle.here()`.
@@ -346,8 +347,6 @@ class WeightSwap:
         """Parts whose forward runs now, from the outside in."""
         self._micro_batch: MicroBatch | None = None
         """The one whose forward runs now, where several are handed over together."""
-        self._waits = False
-        """Gradients stay until the backward of all micro-batches has come to them."""
         self._used: set[_Unit] = set()
         self._has_warned = False
         self._undo: list[Callable[[], Any]] = []
@@ -356,7 +355,11 @@ class WeightSwap:
         """Whether plans say which weights move, and count them."""
         self._is_limited = False
         """Whether one has."""
-        self.device = moves.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self._moves.device
 
     # -- attach and remove ---------------------------------------------------------------------------------------------
 
@@ -538,8 +541,7 @@ class WeightSwap:
         key = ("backward", unit.name)
         if any(item.slot is None for item in unit.items):
             return  # of a graph that is older than `remove()`
-        if not self._waits:
-            self._moves.arrive_at_the_end()
+        self._moves.arrive_at_the_end()
         if self._moves.last != key:
             away = [item for item in unit.gradients if item.is_away]
             new = tuple(item for item in unit.gradients if item.tensor is None)
@@ -563,13 +565,13 @@ class WeightSwap:
         batches = self._forwards(losses)
         results = [batch.loss.detach() for batch in batches if batch.loss is not None]
         check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
-        self._waits = True
+        self._moves.gathers = True
         try:
             run_backward(
                 batches, before=lambda batch: self._hold_updates(batch is not batches[-1]), after=self._is_over
             )
         finally:
-            self._waits = False
+            self._moves.gathers = False
             self._hold_updates(False)
             self._moves.arrive()
         return results
@@ -603,12 +605,12 @@ class WeightSwap:
 
     def _is_over(self, name: str) -> None:
         """The backward of a part is over for all micro-batches: its gradients may leave."""
-        self._waits = False
+        self._moves.gathers = False
         for unit in self._units:
             for item in unit.gradients if unit.name == name else ():
                 if item.tensor is not None:
                     self._after_gradient(item)
-        self._waits = True
+        self._moves.gathers = True
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
@@ -676,7 +678,7 @@ class WeightSwap:
 
     def _after_gradient(self, item: Movable) -> None:
         """A gradient is complete, for this backward pass."""
-        if self._waits:
+        if self._moves.gathers:
             return
         if self._moves.send(item):
             self._moves.leave(item)
