@@ -64,10 +64,10 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_988,
-    "files": 239,
-    "classes": 503,
-    "files that one other file imports": 33,
+    "lines": 58_289,
+    "files": 240,
+    "classes": 507,
+    "files that one other file imports": 34,
     "classes with more than 15 attributes": 12,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,

@@ -160,6 +160,8 @@ class _StepSoFar:
 
     run: StepRun | None = None
     """None: nothing has stepped yet."""
+    is_held: bool = False
+    """More micro-batches will add to the gradients that come now."""
     stepped: set[torch.Tensor] = field(default_factory=set)
     order: list[StateBucket] = field(default_factory=list)
     """Buckets in the order in which they stepped."""
@@ -215,6 +217,10 @@ class InBackward:
         """The step that backward has begun: it has updated some parameters, and `step()` not yet the others."""
         return self._step.run
 
+    def hold(self, holds: bool) -> None:
+        """While `holds`, gradients that come wait for those of more micro-batches, and update nothing."""
+        self._step.is_held = holds
+
     def let_go(self) -> None:
         """Drop what was fetched ahead; the step that backward began can go on."""
         if self._step.run is not None:
@@ -228,7 +234,7 @@ class InBackward:
     # -- while backward runs -------------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:
+        if self._step.is_held or parameter.grad is None:
             return  # frozen since the forward: torch calls the hook, and gives it no gradient
         if parameter in self._step.stepped:
             raise RuntimeError(

@@ -230,6 +230,16 @@ class OptimizerSwap:
         if not self._is_ours:
             self._adopt_all()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether backward has updated some parameters of a step whose `step()` is to come."""
+        return self._in_backward is not None and self._in_backward.run is not None
+
+    def hold_updates(self, holds: bool) -> None:
+        """While `holds`, gradients that come wait for those of more micro-batches, and update nothing."""
+        if self._in_backward is not None:
+            self._in_backward.hold(holds)
+
     def detach(self) -> None:
         """Bring the state back to the device, in plain tensors, and leave the optimizer as it was. Idempotent.
 

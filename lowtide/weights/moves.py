@@ -166,6 +166,8 @@ class WeightMoves:
         """Uses that no other kind of use fetches ahead: what runs before them (clipping, code of the user between
         backward and step) may write to what is away, and through `.data` without a version."""
         self._next: dict[Use, Use] = {}
+        self.gathers = False
+        """Several micro-batches share the stay of a layer: gradients stay until the last one has added to them."""
         self._pass = -1
         """The backward pass that was seen last."""
         self.last: Use | None = None
@@ -266,6 +268,8 @@ class WeightMoves:
     def arrive_at_the_end(self) -> None:
         """`arrive` when the backward pass that runs now is over."""
         running = current_graph_task_id()
+        if self.gathers:
+            return  # the next pass is of the same step, and no code of the loop runs before it
         if running not in (-1, self._pass):
             self._pass = running
             queue_callback(self.arrive)

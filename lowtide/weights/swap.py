@@ -14,7 +14,8 @@ it, is a handle on the parameter: it checks the version and takes the bytes from
 holds no weight on the device. A copy changes no bit, and the optimizer's own step runs on the device.
 
 Cost: weights cross the link twice a step inwards and once back, moments once each way, gradients, with `update="step"`,
-once each way. Python: about 60 us for each tensor and direction.
+once each way. Of M micro-batches each brings weights and gradients anew, unless `step` has them all
+(micro_batches.py). Python: about 60 us for each tensor and direction.
 Refused by name: several ranks, FSDP2, DDP, compiled modules, a model under a plan (put the plan on after this). Staying
 on the device: parameters below `min_bytes`, those of modules around the layers, and those that share memory with
 others. On an accelerator a weight that is read outside of its layer's turn is NaN: use `handle.here()`.
@@ -63,6 +64,8 @@ from lowtide.tensors.view import Shape, View
 from lowtide.tensors.wrappers import is_distributed
 from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
+from lowtide.weights.micro_batches import MicroBatch, run_backward
+from lowtide.weights.micro_batches import check as check_pieces
 from lowtide.weights.moves import FORWARD, Movable, WeightMoves, quiet
 
 UPDATES = ("step", "in_backward")
@@ -342,6 +345,8 @@ class WeightSwap:
         self._gradients: dict[torch.Tensor, Movable] = {}
         self._open: list[_Unit] = []
         """Parts whose forward runs now, from the outside in."""
+        self._micro_batch: MicroBatch | None = None
+        """The one whose forward runs now, where several are handed over together."""
         self._used: set[_Unit] = set()
         self._has_warned = False
         self._undo: list[Callable[[], Any]] = []
@@ -350,7 +355,11 @@ class WeightSwap:
         """Whether plans say which weights move, and count them."""
         self._is_limited = False
         """Whether one has."""
-        self.device = moves.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self._moves.device
 
     # -- attach and remove ---------------------------------------------------------------------------------------------
 
@@ -486,6 +495,9 @@ class WeightSwap:
             self._open.append(unit)
             try:
                 kind = FORWARD if current_autograd_node() is None else "again"
+                cuts = self._micro_batch if kind == FORWARD and len(self._open) == 1 else None
+                if cuts is not None and torch.is_grad_enabled():
+                    args, kwargs = cuts.enter(unit.name, args, kwargs)
                 with self._moves.using((kind, unit.name), unit.items), self._holding_saved():
                     output = forward(*args, **kwargs)
             except RuntimeError as error:
@@ -500,6 +512,7 @@ class WeightSwap:
                 self._open.remove(unit)
             if torch.is_grad_enabled():
                 self._wait_for_backward(unit, output)
+                output = output if cuts is None else cuts.leave(output)
             elif unit.module is self.model:
                 self.flush()
             return output
@@ -533,6 +546,71 @@ class WeightSwap:
             away = [item for item in unit.gradients if item.is_away]
             new = tuple(item for item in unit.gradients if item.tensor is None)
             self._moves.use(key, [*unit.items, *away], new)
+
+    # -- several micro-batches -----------------------------------------------------------------------------------------
+
+    def step(self, losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Forward and backward of the micro-batches of one optimizer step, with M + 1 fetches of a layer for M of them,
+        not 2 M. Gradients are added to in their order, so that the bits are those of `loss().backward()` for one after
+        the other. `optimizer.step()` comes after it.
+
+        `losses`: each runs a forward of the model and returns its scalar loss, already divided as the sum should be.
+        Returns the losses, without their graphs. What the layers of all micro-batches save is there at a time: put the
+        layers under torch's checkpoint. `update="in_backward"` takes several micro-batches here alone.
+
+        Raises `ConfigError` before any gradient is there: under a plan, for no losses, and for a model in which
+        plain's sums are not formed layer by layer (tied weights, a layer that runs twice, a tensor that goes around a
+        layer). An error of a forward leaves all gradients as they were.
+        """
+        batches = self._forwards(losses)
+        results = [batch.loss.detach() for batch in batches if batch.loss is not None]
+        check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
+        self._moves.gathers = True
+        try:
+            run_backward(
+                batches, before=lambda batch: self._hold_updates(batch is not batches[-1]), after=self._is_over
+            )
+        finally:
+            self._moves.gathers = False
+            self._hold_updates(False)
+            self._moves.arrive()
+        return results
+
+    def _forwards(self, losses: Sequence[Callable[[], torch.Tensor]]) -> list[MicroBatch]:
+        if self.is_planned or patched_module(self.model) is not None:
+            raise ConfigError("lowtide: step: the model is under a plan; call remove() of the plan's handle first")
+        if not losses or not all(map(callable, losses)):
+            raise ConfigError(
+                "lowtide: step: takes a list of functions, each of which runs the forward of one micro-batch and "
+                "returns its loss"
+            )
+        if self.optimizer_swap is not None and self.optimizer_swap.has_begun:
+            raise ConfigError("lowtide: step: backward has updated weights already; call optimizer.step() first")
+        batches = []
+        try:
+            for number, loss in enumerate(losses, 1):
+                batch = self._micro_batch = MicroBatch()
+                batch.loss = loss()
+                if not isinstance(batch.loss, torch.Tensor) or batch.loss.numel() != 1 or not batch.loss.requires_grad:
+                    raise ConfigError(f"lowtide: step: what loss {number} returns is no scalar tensor with a graph")
+                batch.is_complete = True
+                batches.append(batch)
+        finally:
+            self._micro_batch = None
+        return batches
+
+    def _hold_updates(self, holds: bool) -> None:
+        if self.optimizer_swap is not None:
+            self.optimizer_swap.hold_updates(holds)
+
+    def _is_over(self, name: str) -> None:
+        """The backward of a part is over for all micro-batches: its gradients may leave."""
+        self._moves.gathers = False
+        for unit in self._units:
+            for item in unit.gradients if unit.name == name else ():
+                if item.tensor is not None:
+                    self._after_gradient(item)
+        self._moves.gathers = True
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
@@ -600,6 +678,8 @@ class WeightSwap:
 
     def _after_gradient(self, item: Movable) -> None:
         """A gradient is complete, for this backward pass."""
+        if self._moves.gathers:
+            return
         if self._moves.send(item):
             self._moves.leave(item)
             self._moves.retire(False)

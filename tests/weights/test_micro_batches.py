@@ -1,0 +1,389 @@
+"""Micro-batches that share one stay of a layer's weights in backward: plain's bits, M + 1 fetches, refusals by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide.errors import ConfigError
+from tests.support import zoo
+from tests.support.grid import one_of
+from tests.support.virtual_engine import VirtualEngine
+from tests.weights.test_bit_equality import OPTIMIZERS, Block, Small, assert_same
+
+Change = Callable[[nn.Module], None]
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(number))
+
+
+def train(
+    swap: Callable[[nn.Module, Any], Any] | None,
+    num_micro_batches: int,
+    *,
+    kind: str = "adamw",
+    change: Change = lambda model: None,
+    clip: float | None = None,
+    num_steps: int = 3,
+) -> dict[str, torch.Tensor]:
+    """Everything that some steps leave, by name; plain without `swap`."""
+    torch.manual_seed(1)
+    model = Small()
+    change(model)
+    optimizer = OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
+    handle = None if swap is None else swap(model, optimizer)
+    left = {}
+    torch.manual_seed(2)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        numbers = range(step * 10, step * 10 + num_micro_batches)
+        if handle is None:
+            losses = []
+            for number in numbers:
+                losses.append(model(batch(number)) / num_micro_batches)
+                losses[-1].backward()
+        else:
+            losses = handle.step([lambda n=n: model(batch(n)) / num_micro_batches for n in numbers])
+        left |= {f"loss {step}.{number}": loss.detach().clone() for number, loss in enumerate(losses)}
+        if clip is not None:
+            left[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        left |= {f"gradient {step} {name}": gradient.clone() for name, gradient in gradients.items()}
+        optimizer.step()
+    if handle is not None:
+        handle.remove()
+    left |= {n: p.detach().clone() for n, p in model.named_parameters()}
+    for number, entries in optimizer.state_dict()["state"].items():
+        left |= {f"state {number} {k}": v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    return left
+
+
+def swapped(update: str, engine: Any = None) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, optimizer: lowtide.swap_weights(model, optimizer, update=update, min_bytes=1, engine=engine)
+
+
+def _drops(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.register_forward_hook(lambda module, args, output: torch.dropout(output, 0.3, True))
+
+
+def _drops_inside(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.norm = nn.Sequential(layer.norm, nn.Dropout(0.3))
+
+
+def _checkpointed(model: nn.Module) -> None:
+    _drops_inside(model)
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.__class__ = _CheckpointedBlock
+
+
+class _CheckpointedBlock(Block):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+
+def _frozen(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" not in name and "embed" not in name)
+
+
+def _hooked(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.up.weight.register_hook(lambda gradient: gradient * 2)
+        layer.register_full_backward_hook(lambda module, given, made: (given[0] * 3,))
+
+
+def _writes(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.register_forward_hook(lambda module, args, output: output.mul_(1.5))
+        layer.register_forward_pre_hook(lambda module, args: (args[0].add_(0.5),))
+
+
+CHANGES: dict[str, Change] = {
+    "plain": lambda model: None,
+    "dropout around layers": _drops,
+    "dropout inside": _drops_inside,
+    "checkpointed": _checkpointed,
+    "frozen": _frozen,
+    "hooked": _hooked,
+    "writes in place": _writes,
+}
+
+
+@pytest.mark.parametrize("update", ["step", "in_backward"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_bits_of_plain(name: str, update: str) -> None:
+    """One micro-batch after the other is plain's order of sums; all forwards first is the order of random numbers."""
+    for number in (1, 3):
+        found = train(swapped(update), number, change=CHANGES[name])
+        assert_same(found, train(None, number, change=CHANGES[name]), gradients=update == "step")
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_clipping(kind: str) -> None:
+    assert_same(train(swapped("step"), 4, kind=kind, clip=0.1), train(None, 4, kind=kind, clip=0.1))
+
+
+@pytest.mark.parametrize("update", ["step", "in_backward"])
+@pytest.mark.parametrize("seed", range(4))
+def test_on_an_adversarial_engine(seed: int, update: str) -> None:
+    engine = VirtualEngine(seed)
+    found = train(swapped(update, engine), 3, change=_checkpointed)
+    assert not engine.violations, engine.violations
+    assert engine.num_slots == 0
+    assert_same(found, train(None, 3, change=_checkpointed), gradients=update == "step")
+
+
+def _fetched(update: str, *, together: bool) -> float:
+    """By forward and backward of four micro-batches: weights and gradients, as multiples of the weights. There is room
+    for two layers at a time, so that each comes for each use."""
+    torch.manual_seed(1)
+    model = Small(num_layers=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with lowtide.swap_weights(model, optimizer, update=update, min_bytes=1, bucket_bytes=4096) as handle:
+        for _ in range(3):
+            before = handle.stats.fetched_bytes
+            losses = [functools.partial(lambda n: model(batch(n)), number) for number in range(4)]
+            if together:
+                handle.step(losses)
+            else:
+                for loss in losses:
+                    loss().backward()
+            fetched = handle.stats.fetched_bytes - before
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = handle.stats
+    assert stats.peak_bytes <= stats.window_bytes
+    return fetched / stats.swapped_bytes
+
+
+def test_a_layer_is_fetched_once_more_than_there_are_micro_batches() -> None:
+    """Five times for eight; and what was added to a gradient needs not come back for the next micro-batch."""
+    alone, together = _fetched("step", together=False), _fetched("step", together=True)
+    in_backward = _fetched("in_backward", together=True)
+    print(alone, together, in_backward)
+    assert alone > 9.0
+    assert 4.0 < together < 5.4
+    assert 4.0 < in_backward < 5.4
+
+
+def _ties(model: nn.Module) -> None:
+    model.head.weight = model.embed.weight  # type: ignore[union-attr, assignment]
+
+
+class _Around(Small):
+    """A sum that goes around the layers."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x + first).flatten(0, 1), tokens.flatten())
+
+
+class _Twice(Small):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class _Leaks(Small):
+    """What a layer has made inside is used outside of it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        inside: list[torch.Tensor] = []
+        handle = self.layers[1].up.register_forward_hook(lambda module, args, output: inside.append(output))  # type: ignore[union-attr]
+        loss = super().forward(tokens)
+        handle.remove()
+        return loss + inside[0].square().mean()
+
+
+class _Remembers(Small):
+    """What the last micro-batch has made goes into the next one."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        made, self.last = x if self.last is None else x + self.last, x
+        return torch.nn.functional.cross_entropy(self.head(made).flatten(0, 1), tokens.flatten())
+
+
+class _WritesLater(Small):
+    """A layer gives a view, and what it is a view of is written to after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = _Half()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(tokens))
+        self.layers[0].whole.mul_(2.0)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class _Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.whole = self.up(x)
+        return self.whole[..., :24]
+
+
+class _Searches(Small):
+    """A backward pass inside of the forward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(tokens)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+_ALONE = "call backward() of one micro-batch after the other instead"
+_SUMS = f", so gradients would not be added up as in plain training; {_ALONE}"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "tied": (
+        Small,
+        f"'embed.weight' is used by 'embed' of micro-batch 1 and by 'head' of micro-batch 1{_SUMS}",
+    ),
+    "around": (
+        _Around,
+        "what a layer gives, of shape [2, 8, 24], is used by what goes into 'layers.0' of micro-batch 1 and by what "
+        f"goes into 'head' of micro-batch 1{_SUMS}",
+    ),
+    "twice": (_Twice, f"'layers.0' runs more than once in a forward; {_ALONE}"),
+    "leaks": (
+        _Leaks,
+        "the result of View is used by what follows the layers of micro-batch 1 and by 'layers.1' of micro-batch "
+        f"1{_SUMS}",
+    ),
+    "remembers": (
+        _Remembers,
+        "what a layer gives, of shape [2, 8, 24], is used by what goes into 'head' of micro-batch 1 and by what goes "
+        f"into 'head' of micro-batch 2{_SUMS}",
+    ),
+    "searches": (_Searches, f"a micro-batch has a backward pass inside of its forward; {_ALONE}"),
+    "writes later": (
+        _WritesLater,
+        f"what 'layers.0' was given or gave was written into through another tensor; {_ALONE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_sums_are_refused_before_any_gradient_is_there(name: str) -> None:
+    make, text = REFUSED[name]
+    model = make()
+    if name == "tied":
+        _ties(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1) as handle:
+        with pytest.raises(ConfigError) as refused:
+            handle.step([lambda: model(batch(0)), lambda: model(batch(1))])
+        assert str(refused.value) == f"lowtide: step: {text}"
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(batch(0)).backward()
+        optimizer.step()
+
+
+def test_what_is_no_micro_batch_is_refused() -> None:
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with lowtide.swap_weights(model, optimizer, update="in_backward", min_bytes=1, bucket_bytes=4096) as handle:
+        for losses in ([], [model(batch(0))]):
+            with pytest.raises(ConfigError, match="takes a list of functions, each of which runs the forward of one"):
+                handle.step(losses)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"what loss 2 returns is no scalar tensor with a graph"):
+            handle.step([lambda: model(batch(0)), lambda: model(batch(1)).detach()])
+        for _ in range(2):
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.step([lambda: model(batch(0))])
+        with pytest.raises(ConfigError, match=r"backward has updated weights already; call optimizer.step\(\) first"):
+            handle.step([lambda: model(batch(0))])
+        optimizer.step()
+        with lowtide.apply(model, {"swap": "all"}), pytest.raises(ConfigError, match="the model is under a plan"):
+            handle.step([lambda: model(batch(0))])
+
+
+@pytest.mark.parametrize("update", ["step", "in_backward"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_error_in_the_middle(kind: type[BaseException], where: str, update: str) -> None:
+    """The step after it is plain's: an error of a forward leaves no gradient, one of backward those that came."""
+    torch.manual_seed(1)
+    plain, model = Small(), Small()
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (plain, model)]
+    with lowtide.swap_weights(model, optimizers[1], update=update, min_bytes=1) as handle:
+
+        def fails(number: int) -> torch.Tensor:
+            loss = model(batch(number))
+            if number == 1 and where == "forward":
+                raise kind
+            return loss
+
+        def stops(gradient: torch.Tensor) -> None:
+            raise kind
+
+        stop = model.layers[2].up.weight.register_hook(stops) if where == "backward" else None
+        with pytest.raises(kind):
+            handle.step([lambda: fails(0), lambda: fails(1)])
+        if stop is not None:
+            stop.remove()
+        if where == "forward":
+            assert all(parameter.grad is None for parameter in model.parameters())
+        optimizers[1].zero_grad()
+        for _ in range(2):
+            for number in (2, 3):
+                plain(batch(number)).backward()
+            handle.step([lambda: model(batch(2)), lambda: model(batch(3))])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same({**model.state_dict()}, {**plain.state_dict()})
+
+
+def _loss(case: zoo.Case, model: nn.Module, number: int) -> torch.Tensor:
+    return case.loss(model, case.batch(number))
+
+
+@pytest.mark.parametrize("name", one_of(2, sorted(zoo.CASES), first=1))
+def test_the_zoo(name: str) -> None:
+    """Plain's bits, or a refusal before any gradient is there."""
+    case = zoo.CASES[name]
+    results = []
+    for is_swapped in (False, True):
+        model = case.build(3)
+        optimizer = zoo.make_optimizer(model)
+        numbers = (0, 1)
+        torch.manual_seed(5)
+        if is_swapped:
+            with lowtide.swap_weights(model, optimizer, min_bytes=1) as handle:
+                try:
+                    handle.step([functools.partial(_loss, case, model, number) for number in numbers])
+                except ConfigError as error:
+                    print(name, error)
+                    assert all(parameter.grad is None for parameter in model.parameters())
+                    return
+        else:
+            for number in numbers:
+                case.loss(model, case.batch(number)).backward()
+        results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    print(name, "equal")
+    assert_same(results[1], results[0])
