@@ -46,13 +46,13 @@ class _CutGraph(torch.autograd.Function):
     """The same bytes, in a graph that begins here. Writes in place count for the tensor before the cut, too."""
 
     @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor, joint: _Joint) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor, joint: _Joint) -> torch.Tensor:
         ctx.joint = joint
         ctx.set_materialize_grads(False)
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:
         if not ctx.joint.batch.is_complete:
             raise ConfigError(f"{_CALL}: a micro-batch has a backward pass inside of its forward; {_ONE_BY_ONE}")
         ctx.joint.gradient = gradient

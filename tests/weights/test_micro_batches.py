@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import ConfigError
+from tests.attack.draw import any_draw, seed_all
+from tests.attack.models import batch_of, build
+from tests.attack.models import loss_of as loss_of_output
 from tests.support import zoo
 from tests.support.grid import one_of
 from tests.support.virtual_engine import VirtualEngine
@@ -357,6 +362,66 @@ def test_an_error_in_the_middle(kind: type[BaseException], where: str, update: s
                 optimizer.step()
                 optimizer.zero_grad()
     assert_same({**model.state_dict()}, {**plain.state_dict()})
+
+
+def _drawn(seed: int, handed_over: bool) -> list[torch.Tensor] | str:
+    """What three steps of a model of the attack leave, or why it was refused."""
+    drawn, r = any_draw(seed), Random(seed)
+    number, update = r.choice((1, 2, 3, 4)), r.choice(("step", "in_backward"))
+    seed_all(seed)
+    model = build(drawn.model, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(batch_seed: int) -> torch.Tensor:
+        batch = batch_of(drawn.model, batch_seed)
+        labels = {"labels": batch["labels"]} if drawn.model.own_loss else {}
+        return loss_of_output(model(batch["x"], **labels), batch["labels"]) / number
+
+    left: list[torch.Tensor] = []
+    how: Any = {"update": update, "min_bytes": 1, "bucket_bytes": 4096}
+    with contextlib.ExitStack() as stack:
+        step_of = _one_by_one
+        if handed_over:
+            try:
+                step_of = stack.enter_context(lowtide.swap_weights(model, optimizer, **how)).step
+            except ConfigError as error:
+                return str(error)
+        seed_all(seed + 1)
+        for step in range(3):
+            try:
+                left += step_of([functools.partial(loss_of, 100 * step + micro) for micro in range(number)])
+            except ConfigError as error:
+                return str(error)
+            if update == "step":
+                left += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+            left += [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+            left.append(torch.get_rng_state())
+    return left
+
+
+def _one_by_one(losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    """As plain training has it."""
+    found = []
+    for loss_of in losses:
+        loss = loss_of()
+        loss.backward()
+        found.append(loss.detach())
+    return found
+
+
+@pytest.mark.parametrize("seed", one_of(10, range(200)))
+def test_models_of_the_attack(seed: int) -> None:
+    """Layers that write, draw, count, share, checkpoint themselves: plain's bits, or refused by name."""
+    found = _drawn(seed, True)
+    if isinstance(found, str):
+        assert found.startswith(("lowtide: step: ", "lowtide.swap_weights: ")), found
+        return
+    plain = _drawn(seed, False)
+    assert not isinstance(plain, str) and len(found) == len(plain)
+    for one, other in zip(found, plain, strict=True):
+        assert torch.equal(one.to_dense().nan_to_num(), other.to_dense().nan_to_num())
 
 
 def _loss(case: zoo.Case, model: nn.Module, number: int) -> torch.Tensor:
