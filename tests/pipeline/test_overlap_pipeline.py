@@ -15,6 +15,10 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved_overlap"},
     "recompute": {"schedule": "dualpipev", "memory": {"recompute": "all"}},
     "swap": {"schedule": "dualpipev", "memory": {"swap": "all", "min_bytes": 0}},
+    "none kept": {"schedule": "interleaved_overlap", "most_kept": 0, "memory": {"recompute": "all"}},
+    "two kept": {"schedule": "dualpipev", "most_kept": 2},
+    "two kept, cast": {"schedule": "dualpipev", "most_kept": 2, "change": "autocast"},
+    "two kept, checkpoints": {"schedule": "dualpipev", "most_kept": 2, "change": "checkpoint"},
 }
 
 
@@ -32,3 +36,5 @@ def test_a_pipeline_with_overlap_has_the_bits_of_one_process(answers: dict[str, 
         # Every exchange of a pair is hidden, and none of the others.
         assert rank["num_exposed"] == rank["num_alone"] > 0
         assert rank["num_issues"] > rank["num_alone"]
+        # Weight gradients hide every second exchange of a backward alone, and more where some are kept.
+        assert 4 * rank["num_filled"] >= (rank["num_alone"] if "kept" in name else 0)
