@@ -54,7 +54,6 @@ from lowtide.pipeline.gradients import (
     described,
     gradient_norm,
 )
-from lowtide.pipeline.live_chunks import is_in_order
 from lowtide.pipeline.schedule import (
     RECEIVES,
     SENDS,
@@ -137,7 +136,7 @@ class Pipeline:
             check_stages(self.schedule, self.rank, self.stages, loss)
             check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
             if weight_gradients is not None and weight_gradients.most_kept is not None:
-                _check_kept(weight_gradients, run_pair, self.schedule)
+                _check_kept(weight_gradients, run_pair)
             named = named_weights(self.stages, loss, self.schedule.num_stages - 1)
             for place, weight in named.items():
                 self.weights.setdefault(place.stage, []).append(weight)
@@ -295,19 +294,14 @@ def _nothing_put_off(name: str) -> str:
     )
 
 
-def _check_kept(weights: WeightGradients, run_pair: RunPair, schedule: Schedule) -> None:
-    """Raises ConfigError where nothing would run what is kept, or another order of sums would come of it."""
-    most = f"pipeline: WeightGradients(most_kept={weights.most_kept})"
+def _check_kept(weights: WeightGradients, run_pair: RunPair) -> None:
+    """Raises ConfigError where nothing would run what is kept."""
     home = getattr(run_pair, "__self__", None)
     if run_pair is one_after_the_other or getattr(home, "weight_gradients", weights) is not weights:
         raise ConfigError(
-            f"{most} has the waits of an Overlap run weight gradients, and that of this pipeline does not know them; "
-            "give run_pair=Overlap(weight_gradients=...).run_pair with the same ones"
-        )
-    if not is_in_order(schedule):
-        raise ConfigError(
-            f"{most} adds up in the order of the micro-batches, and '{schedule.name}' has another one; leave most_kept "
-            "out"
+            f"pipeline: WeightGradients(most_kept={weights.most_kept}) has the waits of an Overlap run weight "
+            "gradients, and that of this pipeline does not know them; give "
+            "run_pair=Overlap(weight_gradients=...).run_pair with the same ones"
         )
 
 
@@ -499,10 +493,17 @@ class _Walk:
         if fsdp_modules(self._pipeline.stages[stage]):
             return
         known = self._pipeline.weights.setdefault(stage, [])
-        for weight in weights_behind(made, until=given):
+        mixed: list[torch.Tensor] = []
+        for weight in weights_behind(made, until=given, mixed=mixed):
             if not any(weight is each for each in known):
                 known.append(weight)
                 self._gradients.include(stage, weight)
+        if mixed and (weights := self._pipeline.weight_gradients) is not None and weights.most_kept is not None:
+            raise ConfigError(
+                f"pipeline: stage {stage} uses a weight of shape {list(mixed[0].shape)} in lowtide.pipeline.linear and "
+                "in another way, and beside most_kept its gradients would be added up in another order; use it in one "
+                "way, or leave most_kept out"
+            )
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         assert self._pipeline.loss is not None and self._targets is not None

@@ -21,7 +21,8 @@ forward have come, or the backward is over.
 Cost: input and output gradient of each such call stay from I to W, or for `most_kept` chunks more. Nothing is copied.
 The call goes through a function written in Python, 10 to 20 us.
 Not covered: other modules, which do their weights in I; a weight that a stage also uses in another way, whose uses are
-then added one by one; double backward; DDP inside a stage with a split backward; budgets beside `most_kept`.
+then added one by one (refused beside `most_kept`); double backward; DDP inside a stage with a split backward; budgets
+beside `most_kept`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lowtide.errors import ConfigError
 from lowtide.tensors.private import disable_current_modes
 
 Chunk = tuple[int, int]
@@ -129,9 +131,11 @@ class WeightGradients:
         """may_be_idle: it is no mistake if no stage puts any off. most_kept: backwards that the schedule does not split
         put off too, for waits to run (`Overlap(weight_gradients=...)`), and those of so many chunks may stay for later
         waits when their backward is over; absent, only I puts off, and only W runs."""
+        if most_kept is not None and most_kept < 0:
+            raise ConfigError(f"lowtide.pipeline.WeightGradients: most_kept must be 0 or more, not {most_kept}")
         self.may_be_idle = may_be_idle
         self.most_kept = most_kept
-        self.of_stage: Callable[[int], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.of_stage: Callable[[int], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Around what is added up for a stage. The step that is under way sets it."""
         self._chunks: defaultdict[Chunk, _PutOff] = defaultdict(_PutOff)
         """Whose backward is not over."""
@@ -253,12 +257,15 @@ def _call(function: type[Any], x: torch.Tensor, weight: torch.Tensor, other: tor
     return output
 
 
-def weights_behind(tensors: Sequence[Any], *, until: Sequence[Any] = ()) -> list[torch.Tensor]:
+def weights_behind(
+    tensors: Sequence[Any], *, until: Sequence[Any] = (), mixed: list[Any] | None = None
+) -> list[torch.Tensor]:
     """The leaves that a backward from these tensors adds gradients to, those that are put off among them. The graph is
-    followed as far as the tensors of `until`."""
+    followed as far as the tensors of `until`. `mixed` is given those that are put off and also used in another way."""
     seen = set(_nodes_of(until))
     waiting = _nodes_of(tensors)
     found = []
+    put_off, others = set(), set()
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -267,9 +274,15 @@ def weights_behind(tensors: Sequence[Any], *, until: Sequence[Any] = ()) -> list
         if (weight := getattr(node, "variable", None)) is not None:
             found.append(weight)
         following = [each for each, _ in node.next_functions]
-        if isinstance(put_off := getattr(node, "put_off", None), functools.partial):
-            following[_WEIGHT] = put_off.args[0].node  # of the weight itself, not of its stand-in
-        waiting += [each for each in following if each is not None]
+        leaf = None
+        if isinstance(call := getattr(node, "put_off", None), functools.partial):
+            following[_WEIGHT] = None  # a stand-in for the weight itself
+            leaf = _leaf_of(call.args[0].node)
+            put_off.add(leaf)
+        others.update(following)
+        waiting += [each for each in (*following, leaf) if each is not None]
+    if mixed is not None:
+        mixed += (node.variable for node in put_off & others if hasattr(node, "variable"))
     return found
 
 

@@ -70,7 +70,22 @@ def _checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {"autocast": _in_bf16, "checkpoint": _checkpointed}
+def _in_bf16_but_attention(block: nn.Module) -> nn.Module:
+    inner = block.attention.forward
+
+    def uncast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return inner(x)
+
+    block.attention.forward = uncast
+    return _in_bf16(block)
+
+
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "autocast": _in_bf16,
+    "partly autocast": _in_bf16_but_attention,
+    "checkpoint": _checkpointed,
+}
 
 
 def bits(
