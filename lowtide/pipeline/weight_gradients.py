@@ -195,11 +195,12 @@ class WeightGradients:
         return True
 
     def run(self, chunk: Chunk) -> None:
-        """Add up what the chunk has put off, after what its stage put off for micro-batches before."""
-        stage, micro_batch = chunk
-        for each in [each for each in self._waiting if each[0][0] == stage and each[0][1] <= micro_batch]:
-            self._waiting.remove(each)
-            self._run(*each)
+        """Add up what the chunk has put off; beside `most_kept` after all that was put off before it."""
+        last = max((number for number, each in enumerate(self._waiting) if each[0] == chunk), default=-1)
+        for each in list(self._waiting)[: last + 1]:
+            if self.most_kept is not None or each[0] == chunk:
+                self._waiting.remove(each)
+                self._run(*each)
 
     def _run(self, chunk: Chunk, stretch: list[_Uses]) -> None:
         with self.of_stage(chunk[0]):

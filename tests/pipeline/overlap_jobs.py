@@ -19,7 +19,7 @@ import lowtide
 from lowtide.errors import ConfigError
 from lowtide.pipeline import Overlap, Pipeline, WeightGradients, all_to_all, find_ties, linear
 from lowtide.pipeline.exchange import Route, start_on_group
-from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.generators import make_schedule, paired
 from lowtide.pipeline.overlap import Event
 from lowtide.pipeline.schedule import Schedule
 from tests.pipeline import moe
@@ -211,6 +211,8 @@ def pipeline(
         return start_on_group(rows, sent, dataclasses.replace(route, group=own_group))
 
     made = make_schedule(schedule, num_ranks=2, num_micro_batches=NUM_MICRO_BATCHES)
+    if most_kept == 2:
+        made = paired(made)
     inputs = [torch.randn(2, 5 + number % 3, moe.WIDTH, generator=torch.Generator().manual_seed(number))
               for number in range(NUM_MICRO_BATCHES)]  # fmt: skip
     truth, losses = _stages(made, most_kept, change), []
