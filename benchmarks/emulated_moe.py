@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.overlap_figures import Link
-from lowtide.pipeline import all_to_all
+from lowtide.pipeline import all_to_all, linear
 from lowtide.pipeline.exchange import Route, Work, start_on_group
 from lowtide.pipeline.overlap import Event
 
@@ -34,12 +34,26 @@ class _Sleeps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class _SlowGradient(torch.autograd.Function):
+    """A weight whose gradient takes as long as a forward, wherever it is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
         return gradient, None
 
 
 class Part(nn.Module):
-    """Takes `seconds` forward and twice that backward."""
+    """Takes `seconds` forward and twice that backward, half of which can be put off."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -48,7 +62,8 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # At its beginning: a second run ends with the last tensor that backward needs.
-        return torch.tanh(self.weight(_Sleeps.apply(x, self.seconds)))
+        x, weight = _Sleeps.apply(x, self.seconds), _SlowGradient.apply(self.weight.weight, self.seconds)
+        return torch.tanh(linear(x, weight, self.weight.bias))
 
 
 class Layer(nn.Module):

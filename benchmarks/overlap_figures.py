@@ -9,7 +9,7 @@ segments and a link, and so predicts a step. Three figures say which share of th
   show; any compute counts, needed or slowed down.
 `hidden_share_by_phase` says R_wait for each of the eight phases of DualPipeV.
 None may be compared with another, nor said without the ceiling: `pair_ceiling` for W ranks and M micro-batches.
-`predict_step` puts both together: pairs as the replay prices them, in a schedule on a clock.
+`predict_step` plays a whole schedule, from one exchange to the next.
 
 `seconds_of` takes durations from a log that was stamped. Times are whatever the durations are in.
 Cost: some us an event.
@@ -18,12 +18,13 @@ Not covered: links that several exchanges share at once, compute that a running 
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lowtide.pipeline.clock import play, seconds_by_kind
 from lowtide.pipeline.overlap import BACKWARD, FORWARD, OTHER, Event
-from lowtide.pipeline.schedule import Schedule
+from lowtide.pipeline.schedule import Action, Kind, Result, Schedule, made_by
 
 # -- shares ------------------------------------------------------------------------------------------------------------
 
@@ -202,30 +203,10 @@ class ChunkTimes:
     """Of each stretch between two exchanges, one more than exchanges."""
     backward_seconds: tuple[float, ...]
     """The same of the full backward."""
-    weight_seconds: float
-    """Of the backward: what computes gradients of weights, and can be put off."""
+    weight_seconds: tuple[float, ...]
+    """Of these: what computes gradients of weights, and can be put off."""
     exchange_seconds: float
     """Of each exchange."""
-
-    def durations(self, *, has_exchanges: bool = True, overlaps: bool = True) -> dict[str, float]:
-        """Of the actions of a schedule. Outside of pairs every exchange is waited for."""
-        num_forward, num_backward = len(self.forward_seconds) - 1, len(self.backward_seconds) - 1
-        exchange = self.exchange_seconds if has_exchanges else 0
-        forward = sum(self.forward_seconds) + num_forward * exchange
-        backward = sum(self.backward_seconds) + num_backward * exchange
-        stretches = {FORWARD: self.forward_seconds, BACKWARD: self.backward_seconds}
-        pair = replay(
-            pair_order(num_forward, num_backward),
-            lambda event: 0 if event.number % 2 else stretches[event.half][event.number // 2],
-            lambda _: exchange,
-        )
-        return {
-            "forward": forward,
-            "backward": backward,
-            "backward_input": backward - self.weight_seconds,
-            "backward_weight": self.weight_seconds,
-            "pair": pair.step_seconds if overlaps else forward + backward,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +227,87 @@ class PredictedStep:
         )
 
 
-def predict_step(schedule: Schedule, times: ChunkTimes, *, transfer_seconds: float = 0) -> PredictedStep:
-    """The schedule on a clock (clock.py), three times. All stages take the same."""
-
-    def seconds(durations: dict[str, float]) -> float:
-        return play(schedule, seconds_by_kind(**durations), transfer_seconds=transfer_seconds).step_seconds
-
+def predict_step(schedule: Schedule, times: ChunkTimes, *, most_kept: int | None = None) -> PredictedStep:
+    """The schedule on a clock, three times. All stages take the same. most_kept: as of `WeightGradients`, of the step
+    with overlap."""
+    alone = dataclasses.replace(times, exchange_seconds=0)
     return PredictedStep(
-        without_seconds=seconds(times.durations(has_exchanges=False)),
-        serial_seconds=seconds(times.durations(overlaps=False)),
-        overlapped_seconds=seconds(times.durations()),
+        without_seconds=step_seconds(schedule, alone, overlaps=False),
+        serial_seconds=step_seconds(schedule, times, overlaps=False),
+        overlapped_seconds=step_seconds(schedule, times, overlaps=True, most_kept=most_kept),
     )
+
+
+def step_seconds(schedule: Schedule, times: ChunkTimes, *, overlaps: bool, most_kept: int | None = None) -> float:
+    """Rank by rank, each as far as what it reads is there. A result is there when its half ends."""
+    step = _Step(schedule, times, overlaps, most_kept, {}, [0.0] * schedule.num_ranks)
+    ranks = [step.rank(number) for number in range(schedule.num_ranks)]
+    while ranks:
+        num_made = len(step.made)
+        going = [rank for rank in ranks if next(rank, None) is not None]
+        assert len(step.made) > num_made or len(going) < len(ranks), "a schedule that stands still: verify it first"
+        ranks = going
+    return max(step.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A schedule on a clock."""
+
+    schedule: Schedule
+    times: ChunkTimes
+    overlaps: bool
+    most_kept: int | None
+    made: dict[Result, float]
+    """When."""
+    ends: list[float]
+    """Of the ranks."""
+
+    def rank(self, number: int) -> Iterator[Result]:
+        """Gives what a rank waits for, until that was made. Backward begins a pair; halves take turns at exchanges."""
+        now = link_free = 0.0
+        put_off: deque[tuple[tuple[int, int], float]] = deque()
+        """Chunks, and what computes gradients of weights between two of their exchanges."""
+        parts = [part for every in self.schedule.actions[number] for part in every.parts]
+        split = {(part.stage, part.micro_batch) for part in parts if part.kind is Kind.BACKWARD_WEIGHT}
+        for every in self.schedule.actions[number]:
+            for need in (need for part in every.parts for need in self.schedule.needs(part)):
+                while need not in self.made:
+                    yield need
+                now = max(now, self.made[need])
+            for group in [every.parts] if self.overlaps else [(part,) for part in every.parts]:
+                halves = deque(
+                    (part, deque(self._stretches(part, (part.stage, part.micro_batch) in split)))
+                    for part in sorted(group, key=lambda part: part.kind is Kind.FORWARD)
+                    if part.kind is not Kind.BACKWARD_WEIGHT
+                )
+                due: dict[Action, float] = {}
+                while halves:
+                    part, left = halves[0]
+                    seconds, weight = left.popleft()
+                    now = max(now, due.get(part, now)) + seconds
+                    put_off += [((part.stage, part.micro_batch), weight)] * (weight > 0)
+                    if not left:
+                        halves.popleft()
+                        result = made_by(part)
+                        self.made.update({} if result is None else {result: now})
+                        continue
+                    link_free = due[part] = max(link_free, now) + self.times.exchange_seconds
+                    if len(halves) > 1:
+                        halves.rotate()
+                    elif self.most_kept is not None and put_off:
+                        now += put_off.popleft()[1]
+                due_now = {(part.stage, part.micro_batch) for part in group if part.kind is Kind.BACKWARD_WEIGHT}
+                kept = [chunk for chunk in dict.fromkeys(chunk for chunk, _ in put_off) if chunk not in split]
+                due_now.update(kept[: max(0, len(kept) - (self.most_kept or 0))])
+                while any(chunk in due_now for chunk, _ in put_off):
+                    now += put_off.popleft()[1]
+        self.ends[number] = now + sum(seconds for _, seconds in put_off)
+
+    def _stretches(self, part: Action, is_split: bool) -> Iterator[tuple[float, float]]:
+        """Seconds of each stretch between two exchanges, and of what it puts off."""
+        if part.kind is Kind.FORWARD:
+            yield from ((seconds, 0.0) for seconds in self.times.forward_seconds)
+            return
+        for seconds, weight in zip(self.times.backward_seconds, self.times.weight_seconds, strict=True):
+            yield (seconds - weight, weight) if is_split or self.most_kept is not None else (seconds, 0.0)

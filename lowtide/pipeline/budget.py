@@ -203,6 +203,11 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
                 "pipeline: a budget can be planned for pairs that lowtide.pipeline.Overlap carries out; of another "
                 "run_pair nobody knows what is computed at the same time. Give Overlap().run_pair, or leave it out"
             )
+    if pipeline.weight_gradients is not None and pipeline.weight_gradients.most_kept is not None:
+        raise ConfigError(
+            "pipeline: a budget cannot be planned for weight gradients that stay for later waits; leave most_kept out "
+            "of WeightGradients, or write rules: recompute, swap, keep"
+        )
     for stage, module in pipeline.stages.items():
         if fsdp_modules(module):
             raise ConfigError(

@@ -135,6 +135,8 @@ class Pipeline:
             self.schedule = checked(schedule, num_ranks)
             check_stages(self.schedule, self.rank, self.stages, loss)
             check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
+            if weight_gradients is not None and weight_gradients.most_kept is not None:
+                _check_kept(weight_gradients, run_pair)
             named = named_weights(self.stages, loss, self.schedule.num_stages - 1)
             for place, weight in named.items():
                 self.weights.setdefault(place.stage, []).append(weight)
@@ -285,6 +287,24 @@ class Pipeline:
                 self.transport.note.linger()
 
 
+def _nothing_put_off(name: str) -> str:
+    return (
+        f"pipeline: '{name}' splits backwards, and no stage of this rank calls lowtide.pipeline.linear or "
+        "grouped_linear; call them there, or leave weight_gradients out"
+    )
+
+
+def _check_kept(weights: WeightGradients, run_pair: RunPair) -> None:
+    """Raises ConfigError where nothing would run what is kept."""
+    home = getattr(run_pair, "__self__", None)
+    if run_pair is one_after_the_other or getattr(home, "weight_gradients", weights) is not weights:
+        raise ConfigError(
+            f"pipeline: WeightGradients(most_kept={weights.most_kept}) has the waits of an Overlap run weight "
+            "gradients, and that of this pipeline does not know them; give "
+            "run_pair=Overlap(weight_gradients=...).run_pair with the same ones"
+        )
+
+
 def _shape_of(entry: Any) -> tuple[Any, ...]:
     """Of a micro-batch: micro-batches that have the same are passed on in the same shapes."""
     leaves = tree_leaves(entry)
@@ -359,6 +379,9 @@ class _Walk:
 
     def run(self, gradients: StepGradients, divide_by: float) -> None:
         self._gradients = gradients
+        weights = self._pipeline.weight_gradients
+        if weights is not None:
+            weights.of_stage = gradients.of_stage
         self._pipeline.tied.begin()
         if self._transport is not None:
             shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
@@ -367,6 +390,10 @@ class _Walk:
         if self.error is not None:
             raise self.error
         self.at = "its end"
+        if weights is not None:
+            weights.finish()
+            if weights.most_kept is not None and not weights.num_calls and not weights.may_be_idle:
+                raise ConfigError(_nothing_put_off(self._pipeline.schedule.name))
         self._refuse_written_buffers()
         self._pipeline.tied.exchange(gradients, self._transport)
         if self._transport is not None:
@@ -407,10 +434,13 @@ class _Walk:
             if self._pipeline.waits and self._transport is not None:
                 self._transport.let_go_of(self._pipeline.waits[every])
             self._pipeline.run_pair(ready.get(True), ready.get(False))
+            if self._pipeline.weight_gradients is not None:
+                self._pipeline.weight_gradients.run_most(self._split)
 
     def _weights_of(self, chunk: tuple[int, int]) -> WeightGradients | None:
         """What puts off the weight gradients of a chunk, if anything does."""
-        return self._pipeline.weight_gradients if chunk in self._split else None
+        weights = self._pipeline.weight_gradients
+        return weights if chunk in self._split or (weights is not None and weights.most_kept is not None) else None
 
     def _ready(self, action: Action) -> Half:
         """The action, when what it reads from another stage is there."""
@@ -463,10 +493,17 @@ class _Walk:
         if fsdp_modules(self._pipeline.stages[stage]):
             return
         known = self._pipeline.weights.setdefault(stage, [])
-        for weight in weights_behind(made, until=given):
+        mixed: list[torch.Tensor] = []
+        for weight in weights_behind(made, until=given, mixed=mixed):
             if not any(weight is each for each in known):
                 known.append(weight)
                 self._gradients.include(stage, weight)
+        if mixed and (weights := self._pipeline.weight_gradients) is not None and weights.most_kept is not None:
+            raise ConfigError(
+                f"pipeline: stage {stage} uses a weight of shape {list(mixed[0].shape)} in lowtide.pipeline.linear and "
+                "in another way, and beside most_kept its gradients would be added up in another order; use it in one "
+                "way, or leave most_kept out"
+            )
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         assert self._pipeline.loss is not None and self._targets is not None
@@ -498,12 +535,8 @@ class _Walk:
         weights = self._weights_of(chunk)
         if weights is not None:
             if not weights.num_calls and not weights.may_be_idle:
-                raise ConfigError(
-                    f"pipeline: '{self._pipeline.schedule.name}' splits backwards, and no stage of this rank calls "
-                    "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
-                )
-            with self._gradients.of_stage(action.stage):
-                weights.run(chunk)
+                raise ConfigError(_nothing_put_off(self._pipeline.schedule.name))
+            weights.run(chunk)
 
     def _give(self, action: Action, tensors: Tensors) -> None:
         """Hand a result on: to this rank, or to another one as soon as those before it have gone."""

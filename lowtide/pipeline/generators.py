@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from lowtide.config.run import SCHEDULES
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule, as_v, in_rounds
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule, as_v, in_rounds, made_by
 
 
 class _Row:
@@ -263,6 +264,31 @@ def one_stage_overlap(num_ranks: int, num_micro_batches: int) -> Schedule:
         row.pair(0, 0)
     row.backward(0)
     return Schedule("one_stage_overlap", num_micro_batches, (0,), (tuple(row.actions),))
+
+
+def paired(schedule: Schedule) -> Schedule:
+    """The same schedule, in which a forward and the full backward right after it are a pair where they can be one.
+
+    `dualpipev` has such two on the last rank, where its main part begins; apart they are earlier by what their weight
+    gradients take, so that a pair pays where these are put off (`WeightGradients(most_kept=...)`).
+    """
+    rows = []
+    for row in schedule.actions:
+        made: list[AnyAction] = []
+        for each in row:
+            before = made[-1] if made else None
+            if (
+                isinstance(each, Action)
+                and each.kind is Kind.BACKWARD
+                and isinstance(before, Action)
+                and before.kind is Kind.FORWARD
+                and made_by(before) not in schedule.needs(each)
+            ):
+                made[-1] = Pair(before, each)
+            else:
+                made.append(each)
+        rows.append(tuple(made))
+    return replace(schedule, actions=tuple(rows))
 
 
 GENERATORS: dict[str, Callable[..., Schedule]] = {

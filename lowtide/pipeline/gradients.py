@@ -265,8 +265,13 @@ class StepGradients:
 
     @contextlib.contextmanager
     def of_stage(self, stage: int) -> Iterator[None]:
-        """Inside, what a shared weight has as its gradient is the sum of this stage."""
+        """Inside, what a shared weight has as its gradient is the sum of this stage. While the backward of a stage
+        waits, what was put off for another one, or for the same, may be added up."""
+        if stage in self._running:
+            yield
+            return
         shared = [(weight, sums) for weight, sums in self._sums.items() if stage in self._stages.get(weight, ())]
+        outer = [weight.grad for weight, _ in shared]
         for weight, sums in shared:
             weight.grad = sums.pop(stage, None)
         self._running.add(stage)
@@ -274,9 +279,9 @@ class StepGradients:
             yield
         finally:
             self._running.discard(stage)
-            for weight, sums in shared:
+            for (weight, sums), gradient in zip(shared, outer, strict=True):
                 sums[stage] = weight.grad
-                weight.grad = None
+                weight.grad = gradient
 
     def sum_of(self, stage: int, weight: torch.Tensor) -> torch.Tensor | None:
         """Of a shared weight, what this stage has added up."""

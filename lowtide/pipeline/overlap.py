@@ -22,7 +22,8 @@ for one compute stream would put one half's exchange behind the other's compute.
 Why the graph is not cut: docs/decisions/0021. An exchange waits inside its autograd node, so a backward is one call of
 autograd, hooks and accumulators see what they see without us, and swap and recompute find one backward pass.
 
-A half without a partner (warm-up, cool-down: `run_pair(forward, None)`), or whose partner is over, waits.
+A half without a partner (warm-up, cool-down: `run_pair(forward, None)`), or whose partner is over, waits; with
+`weight_gradients` it runs some that were put off first (weight_gradients.py).
 
 Exact: each half does what it does alone, in the same order, so losses and gradients are those of plain autograd to the
 bit, whatever is kept, swapped or recomputed.
@@ -48,6 +49,7 @@ import torch
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.exchange import Half, Route, Work, is_exchange, running_half, start_on_group
+from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.tensors.private import (
     Hooks,
     dispatch_modes,
@@ -66,7 +68,7 @@ _NUM_CHECKED = 8
 """In so many pairs it is looked whether a module cannot be in one: models do not change much."""
 FORWARD, BACKWARD = "forward", "backward"
 OTHER: Mapping[str, str] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
-Kind = Literal["issue", "wait", "segment", "counts"]
+Kind = Literal["issue", "wait", "segment", "counts", "fill"]
 Batch = TypeVar("Batch")
 Start = Callable[[torch.Tensor, torch.Tensor, Route], Work]
 
@@ -81,7 +83,7 @@ class Event:
     kind: Kind
     """An exchange was started (`issue`); it was waited for and is there (`wait`); a half has computed and is about to
     start an exchange, to wait for one, or over (`segment`); integers were exchanged, which nobody tries to hide
-    (`counts`)."""
+    (`counts`); weight gradients that were put off have run while a half alone waits (`fill`)."""
     number: int
     """Of an exchange of this half, or of a segment, from 0."""
 
@@ -89,9 +91,17 @@ class Event:
 class Overlap:
     """Carries out pairs, one after the other. It owns a thread, which ends with it."""
 
-    def __init__(self, *, start: Start = start_on_group, log: Callable[[Event], object] | None = None) -> None:
-        """start: starts an exchange, for a link that is not a process group. log: is called with every event."""
+    def __init__(
+        self,
+        *,
+        start: Start = start_on_group,
+        log: Callable[[Event], object] | None = None,
+        weight_gradients: WeightGradients | None = None,
+    ) -> None:
+        """start: starts an exchange, for a link that is not a process group. log: is called with every event.
+        weight_gradients: those of the pipeline, whose `most_kept` has waits run them."""
         self.start = start
+        self.weight_gradients = weight_gradients
         self.log = log
         self.num_pairs = 0
         """How many were begun, those of one half among them."""
@@ -229,10 +239,13 @@ class _Half:
         work = self.home.start(rows, sent, route)
         return _Turn(self, work, self.note("issue"))
 
-    def let_other_run(self) -> None:
+    def at_wait(self) -> None:
+        """Let the other half run, or where there is none what was put off."""
         self.note("segment")
-        if self._baton is not None:
-            self._baton.pass_on(self.name, OTHER[self.name])
+        is_alone = self._baton is None or not self._baton.pass_on(self.name, OTHER[self.name])
+        weights = self.home.weight_gradients
+        if weights is not None and weights.at_wait(is_alone=is_alone):
+            self.note("fill")
 
     def note(self, kind: Kind, number: int | None = None) -> int:
         """Log an event; without a number it is the next of its kind."""
@@ -271,7 +284,7 @@ class _Turn:
         self._number = number
 
     def wait(self) -> None:
-        self._half.let_other_run()
+        self._half.at_wait()
         self._work.wait()
         self._half.note("wait", self._number)
 

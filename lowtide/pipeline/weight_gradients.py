@@ -11,18 +11,26 @@ accumulation node, whose hooks then fire once, as in a plain backward.
 Why the same bits: the products are those of torch's own formulas, and the gradients of a weight that a chunk uses more
 than once are summed up before they are added, as autograd does.
 
-Cost: input and output gradient of each such call stay from I to W. Nothing is copied. The call goes through a function
-written in Python, 10 to 20 us.
-Not covered: other modules, which do their weights in I; a weight that a stage also uses in another way, or twice under
-autocast, whose uses are then added one by one; double backward; DDP inside a stage with a split backward.
+With `most_kept` every backward puts off, and a half of a pair (overlap.py) that waits for an exchange while no other
+half can run has the oldest *stretch* run: what was put off between two waits, which takes about as long as what is
+computed between two exchanges. That is one order, the same in every run and on every rank, whatever the clock says.
+After each action, chunks beyond `most_kept` are run; at the end of the step, all. A stage adds up its chunks in the
+order of their backwards, so bits are those of a backward that puts nothing off. A weight is run when all uses of the
+forward have come, or the backward is over.
+
+Cost: input and output gradient of each such call stay from I to W, or for `most_kept` chunks more. Nothing is copied.
+The call goes through a function written in Python, 10 to 20 us.
+Not covered: other modules, which do their weights in I; a weight that a stage also uses in another way, whose uses are
+then added one by one (refused beside `most_kept`); double backward; DDP inside a stage with a split backward; budgets
+beside `most_kept`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,9 +38,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lowtide.errors import ConfigError
+from lowtide.tensors.private import disable_current_modes
+
 Chunk = tuple[int, int]
 """Stage, micro-batch."""
 _Closure = Callable[[], torch.Tensor]
+_Uses = list[tuple[GradientEdge, _Closure]]
+"""Of a weight in one chunk: the places in the graph that gradients are of (perhaps of a cast), and what gives these."""
 _WEIGHT = 1
 """The place of the weight among the inputs of the functions of this file."""
 
@@ -45,28 +58,66 @@ class _PutOff:
         """Of `linear` and `grouped_linear`, in the forward."""
         self.is_in_backward = False
         """Whether I runs. A backward at any other time (a step that is observed inside the forward) is a plain one."""
-        self._closures: dict[Any, tuple[GradientEdge, list[_Closure]]] = {}
-        """By the weight's node in the graph."""
+        self.num_uses: Counter[Any] = Counter()
+        """Of each weight in the forward, by its leaf in the graph."""
+        self._closures: dict[Any, _Uses] = {}
+        """Of weights of which not all uses have come."""
+        self._ready: list[_Uses] = []
+        """Of those that nobody has taken yet."""
         self.watch: Any = None
         """Of a step that is observed: it numbers inputs, and is told of what a plain backward does at once."""
 
     def add(self, edge: GradientEdge, number: int, closure: _Closure, of_output: torch.Tensor) -> None:
         """number: of the input, for the watch. of_output: the gradient that the closure holds beside it."""
         if self.is_in_backward:
-            self._closures.setdefault(edge.node, (edge, []))[1].append(closure)
+            leaf = _leaf_of(edge.node)
+            uses = self._closures.setdefault(leaf, [])
+            uses.append((edge, _as_in_backward(closure, of_output.device.type)))
+            if len(uses) == self.num_uses[leaf]:
+                self._ready.append(self._closures.pop(leaf))
             return
         gradient = closure()
         if self.watch is not None:
             self.watch.made(number, of_output, gradient)
         torch.autograd.backward((edge,), (gradient,))
 
-    def run(self) -> None:
-        while self._closures:
-            edge, closures = self._closures.pop(next(iter(self._closures)))
-            gradient = closures.pop(0)()
-            while closures:
-                gradient = gradient + closures.pop(0)()
-            torch.autograd.backward((edge,), (gradient,))
+    def take(self) -> list[_Uses]:
+        """Weights whose gradients can be added up, each once. When the backward is over these are all."""
+        if not self.is_in_backward:
+            self._ready += self._closures.values()
+            self._closures = {}
+        taken, self._ready = self._ready, []
+        return taken
+
+
+def _add_up(uses: _Uses) -> None:
+    """The gradients of one weight. Casts of it end in one sum, as in a plain backward."""
+    found: dict[tuple[Any, int], tuple[GradientEdge, torch.Tensor]] = {}
+    with torch.no_grad():  # the forward in which it may run has hooks for what a graph saves
+        while uses:
+            edge, closure = uses.pop(0)
+            place, gradient = (edge.node, edge.output_nr), closure()
+            found[place] = edge, found[place][1] + gradient if place in found else gradient
+    edges, gradients = zip(*found.values(), strict=True)
+    torch.autograd.backward(edges, gradients)
+
+
+def _leaf_of(node: Any) -> Any:
+    """The leaf behind casts and views of a weight; where several tensors made it, where they come together."""
+    while not hasattr(node, "variable") and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return node
+
+
+def _as_in_backward(closure: _Closure, kind: str) -> _Closure:
+    """Under the autocast of now, whatever that of the forward is in which it may run."""
+    dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+    def run() -> torch.Tensor:
+        with torch.autocast(kind, dtype=dtype, enabled=is_on):
+            return closure()
+
+    return run
 
 
 _CHUNK: ContextVar[_PutOff | None] = ContextVar("lowtide_pipeline_chunk", default=None)
@@ -76,12 +127,22 @@ _CHUNK: ContextVar[_PutOff | None] = ContextVar("lowtide_pipeline_chunk", defaul
 class WeightGradients:
     """The weight gradients that one rank has put off."""
 
-    def __init__(self, *, may_be_idle: bool = False) -> None:
-        """may_be_idle: it is no mistake if no stage puts any off."""
+    def __init__(self, *, may_be_idle: bool = False, most_kept: int | None = None) -> None:
+        """may_be_idle: it is no mistake if no stage puts any off. most_kept: backwards that the schedule does not split
+        put off too, for waits to run (`Overlap(weight_gradients=...)`), and those of so many chunks may stay for later
+        waits when their backward is over; absent, only I puts off, and only W runs."""
+        if most_kept is not None and most_kept < 0:
+            raise ConfigError(f"lowtide.pipeline.WeightGradients: most_kept must be 0 or more, not {most_kept}")
         self.may_be_idle = may_be_idle
+        self.most_kept = most_kept
+        self.of_stage: Callable[[int], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """Around what is added up for a stage. The step that is under way sets it."""
         self._chunks: defaultdict[Chunk, _PutOff] = defaultdict(_PutOff)
+        """Whose backward is not over."""
+        self._waiting: deque[tuple[Chunk, list[_Uses]]] = deque()
+        """Stretches, in the order in which they were put off."""
         self._num_calls = 0
-        """In chunks that are done."""
+        """In chunks whose backward is over."""
 
     @contextlib.contextmanager
     def forward(self, chunk: Chunk) -> Iterator[None]:
@@ -113,21 +174,54 @@ class WeightGradients:
                 yield
         finally:
             put_off.is_in_backward = False
+        self._end_stretches()
+        self._num_calls += self._chunks.pop(chunk).num_calls
+
+    def _end_stretches(self) -> None:
+        self._waiting += ((chunk, taken) for chunk, put_off in self._chunks.items() if (taken := put_off.take()))
 
     @property
     def num_calls(self) -> int:
         """How many times one of the functions of this file was called in forwards whose backward is split."""
         return self._num_calls + sum(chunk.num_calls for chunk in self._chunks.values())
 
+    def at_wait(self, *, is_alone: bool) -> bool:
+        """A half waits for an exchange. Where it is alone, run the oldest stretch; False if nothing was run."""
+        self._end_stretches()
+        if not is_alone or self.most_kept is None or not self._waiting:
+            return False
+        with disable_current_modes():
+            self._run(*self._waiting.popleft())
+        return True
+
     def run(self, chunk: Chunk) -> None:
-        """Add up what the chunk has put off. It is forgotten then."""
-        put_off = self._chunks.pop(chunk)
-        self._num_calls += put_off.num_calls
-        put_off.run()
+        """Add up what the chunk has put off; beside `most_kept` after all that was put off before it."""
+        last = max((number for number, each in enumerate(self._waiting) if each[0] == chunk), default=-1)
+        for each in list(self._waiting)[: last + 1]:
+            if self.most_kept is not None or each[0] == chunk:
+                self._waiting.remove(each)
+                self._run(*each)
+
+    def _run(self, chunk: Chunk, stretch: list[_Uses]) -> None:
+        with self.of_stage(chunk[0]):
+            while stretch:
+                _add_up(stretch.pop(0))
+
+    def run_most(self, split: Collection[Chunk]) -> None:
+        """Add up the oldest chunks, until so many are left as may be kept. split: those that their W will run."""
+        kept = [chunk for chunk in dict.fromkeys(chunk for chunk, _ in self._waiting) if chunk not in split]
+        for chunk in kept[: max(0, len(kept) - (self.most_kept or 0))]:
+            self.run(chunk)
+
+    def finish(self) -> None:
+        """At the end of a step: add up what is left."""
+        while self._waiting:
+            self._run(*self._waiting.popleft())
 
     def forget(self) -> None:
         """After a step that failed."""
         self._chunks.clear()
+        self._waiting.clear()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -153,6 +247,9 @@ def _call(function: type[Any], x: torch.Tensor, weight: torch.Tensor, other: tor
     put_off = None
     if chunk is not None:
         chunk.num_calls += 1
+        if weight.requires_grad and not chunk.is_in_backward:
+            # Without gradients too: a checkpoint that runs the call again has it count here.
+            chunk.num_uses[_leaf_of(get_gradient_edge(weight).node)] += 1
         if weight.requires_grad and torch.is_grad_enabled():
             number = -1 if chunk.watch is None else chunk.watch.number_of(x)
             put_off = functools.partial(chunk.add, get_gradient_edge(weight), number)
@@ -161,12 +258,15 @@ def _call(function: type[Any], x: torch.Tensor, weight: torch.Tensor, other: tor
     return output
 
 
-def weights_behind(tensors: Sequence[Any], *, until: Sequence[Any] = ()) -> list[torch.Tensor]:
+def weights_behind(
+    tensors: Sequence[Any], *, until: Sequence[Any] = (), mixed: list[Any] | None = None
+) -> list[torch.Tensor]:
     """The leaves that a backward from these tensors adds gradients to, those that are put off among them. The graph is
-    followed as far as the tensors of `until`."""
+    followed as far as the tensors of `until`. `mixed` is given those that are put off and also used in another way."""
     seen = set(_nodes_of(until))
     waiting = _nodes_of(tensors)
     found = []
+    put_off, others = set(), set()
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -175,9 +275,15 @@ def weights_behind(tensors: Sequence[Any], *, until: Sequence[Any] = ()) -> list
         if (weight := getattr(node, "variable", None)) is not None:
             found.append(weight)
         following = [each for each, _ in node.next_functions]
-        if isinstance(put_off := getattr(node, "put_off", None), functools.partial):
-            following[_WEIGHT] = put_off.args[0].node  # of the weight itself, not of its stand-in
-        waiting += [each for each in following if each is not None]
+        leaf = None
+        if isinstance(call := getattr(node, "put_off", None), functools.partial):
+            following[_WEIGHT] = None  # a stand-in for the weight itself
+            leaf = _leaf_of(call.args[0].node)
+            put_off.add(leaf)
+        others.update(following)
+        waiting += [each for each in (*following, leaf) if each is not None]
+    if mixed is not None:
+        mixed += (node.variable for node in put_off & others if hasattr(node, "variable"))
     return found
 
 

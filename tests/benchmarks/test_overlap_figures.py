@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from benchmarks.overlap_figures import (
@@ -14,9 +16,10 @@ from benchmarks.overlap_figures import (
     predict_step,
     replay,
     seconds_of,
+    step_seconds,
     traced_share,
 )
-from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.generators import make_schedule, paired
 from lowtide.pipeline.overlap import BACKWARD, FORWARD, Event
 from lowtide.pipeline.schedule import Action, Kind, Pair
 from tests.support.exposed import exposed
@@ -110,28 +113,22 @@ def test_replay_of_a_half_alone_is_serial() -> None:
 
 
 TIMES = ChunkTimes(
-    forward_seconds=(10, 10, 10, 10, 1), backward_seconds=(2, 20, 20, 20, 20), weight_seconds=41, exchange_seconds=8
+    forward_seconds=(10, 10, 10, 10, 1),
+    backward_seconds=(2, 20, 20, 20, 20),
+    weight_seconds=(1, 10, 10, 10, 10),
+    exchange_seconds=8,
 )
 """Two layers: attention, experts, attention, experts; exchanges between them."""
 
 
-def test_a_pair_in_a_schedule_is_priced_by_the_replay() -> None:
-    assert TIMES.durations() == {
-        "forward": 41 + 32,
-        "backward": 82 + 32,
-        "backward_input": 82 + 32 - 41,
-        "backward_weight": 41,
-        "pair": 123,
-    }
-    assert TIMES.durations(overlaps=False)["pair"] == 123 + 64
-    assert TIMES.durations(has_exchanges=False)["pair"] == 123
-
-
 def test_one_stage_is_as_its_parts() -> None:
-    step = predict_step(make_schedule("one_stage_overlap", num_ranks=1, num_micro_batches=4), TIMES)
+    schedule = make_schedule("one_stage_overlap", num_ranks=1, num_micro_batches=4)
+    step = predict_step(schedule, TIMES)
     assert (step.without_seconds, step.serial_seconds) == (4 * 123, 4 * (123 + 64))
     assert step.overlapped_seconds == 73 + 3 * 123 + 114
     assert step.hidden_share == 0.75
+    # Of the last backward, alone: weight gradients of 10 after each exchange of 8, but of 1 after the first.
+    assert predict_step(schedule, TIMES, most_kept=0).overlapped_seconds == 73 + 3 * 123 + 114 - 1 - 3 * 8
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -140,10 +137,13 @@ def test_a_whole_step_reaches_the_ceiling_of_its_schedule(num_ranks: int, per_ra
     schedule = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=per_rank * num_ranks)
     shares = pair_ceiling(num_ranks, per_rank * num_ranks)
     ceiling = sum(shares) / len(shares)
-    found = predict_step(schedule, TIMES).hidden_share
+    step = predict_step(schedule, TIMES)
     # Above it where a wait falls into the bubble, which costs nothing.
-    assert ceiling - 0.03 < found < ceiling + 0.04
-    assert found > (0.83 if per_rank >= 8 else 0.6)
+    assert ceiling - 0.03 < step.hidden_share < ceiling + 0.04
+    assert step.hidden_share > (0.83 if per_rank >= 8 else 0.6)
+    # Weight gradients that wait hide a fifth of what is left, and more.
+    kept = step_seconds(paired(schedule), TIMES, overlaps=True, most_kept=2)
+    assert 1 - dataclasses.replace(step, overlapped_seconds=kept).hidden_share < 0.8 * (1 - step.hidden_share)
 
 
 def test_times_between_stamps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.pipeline import Overlap, Pipeline, all_to_all
+from lowtide.pipeline import Overlap, Pipeline, WeightGradients, all_to_all, find_ties, linear
 from lowtide.pipeline.exchange import Route, start_on_group
-from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.generators import make_schedule, paired
 from lowtide.pipeline.overlap import Event
 from lowtide.pipeline.schedule import Schedule
 from tests.pipeline import moe
@@ -62,14 +63,29 @@ def _in_bf16(model: nn.Module) -> nn.Module:
 
 
 def _checkpointed(model: nn.Module) -> nn.Module:
-    for layer in model.layers:
+    for layer in getattr(model, "layers", (model,)):
         for part in (layer.attention, layer.experts):
             forward = part.forward
             part.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
     return model
 
 
-CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {"autocast": _in_bf16, "checkpoint": _checkpointed}
+def _in_bf16_but_attention(block: nn.Module) -> nn.Module:
+    inner = block.attention.forward
+
+    def uncast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return inner(x)
+
+    block.attention.forward = uncast
+    return _in_bf16(block)
+
+
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "autocast": _in_bf16,
+    "partly autocast": _in_bf16_but_attention,
+    "checkpoint": _checkpointed,
+}
 
 
 def bits(
@@ -179,17 +195,27 @@ def sharded(rank: int) -> str:
 NUM_MICRO_BATCHES = 10
 
 
-def pipeline(rank: int, schedule: str, memory: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Two steps of a pipeline whose stages are blocks with experts, each with a group of its own for them."""
+def pipeline(
+    rank: int,
+    schedule: str,
+    memory: dict[str, Any] | None = None,
+    most_kept: int | None = None,
+    change: str | None = None,
+) -> dict[str, Any]:
+    """Two steps of a pipeline whose stages are blocks with experts, each with a group of its own for them.
+
+    most_kept: weight gradients are put off, the first and the last stage share some, and blocks use some twice."""
     own_group = [dist.new_group([each]) for each in range(2)][rank]
 
     def start(rows: Tensor, sent: Tensor, route: Route) -> Any:
         return start_on_group(rows, sent, dataclasses.replace(route, group=own_group))
 
     made = make_schedule(schedule, num_ranks=2, num_micro_batches=NUM_MICRO_BATCHES)
+    if most_kept == 2:
+        made = paired(made)
     inputs = [torch.randn(2, 5 + number % 3, moe.WIDTH, generator=torch.Generator().manual_seed(number))
               for number in range(NUM_MICRO_BATCHES)]  # fmt: skip
-    truth, losses = _stages(made), []
+    truth, losses = _stages(made, most_kept, change), []
     overlap = Overlap(start=start)
     for batch in inputs:
         found: list[Tensor] = []
@@ -201,14 +227,22 @@ def pipeline(rank: int, schedule: str, memory: dict[str, Any] | None = None) -> 
         overlap.run_pair(None, found[0].backward)
         losses.append(found[0].detach())
 
+    if most_kept is not None:
+        one, other = (truth[number].get_submodule("0.attention.outer").weight for number in (0, -1))
+        one.grad = other.grad = one.grad + other.grad
     log: list[Event] = []
-    own = {stage: _stages(made)[stage] for stage in made.stages_of(rank)}
+    stages = _stages(made, most_kept, change)
+    if most_kept is not None:
+        stages[-1].get_submodule("0.attention.outer").weight = stages[0].get_submodule("0.attention.outer").weight
+    own = {stage: stages[stage] for stage in made.stages_of(rank)}
     has_last = made.num_stages - 1 in own
     with contextlib.ExitStack() as stack:
         for stage in own.values() if memory is not None else ():
             stack.enter_context(lowtide.apply(stage, memory, group=own_group))
-        run_pair = Overlap(start=start, log=log.append).run_pair
-        runner = Pipeline(made, own, loss=_loss if has_last else None, run_pair=run_pair)
+        weights = None if most_kept is None else WeightGradients(most_kept=most_kept)
+        run_pair = Overlap(start=start, log=log.append, weight_gradients=weights).run_pair
+        runner = Pipeline(made, own, loss=_loss if has_last else None, run_pair=run_pair, weight_gradients=weights,
+                          tied=None if most_kept is None else find_ties(stages))  # fmt: skip
         stack.callback(runner.close)
         different = []
         for _ in range(2):
@@ -221,7 +255,7 @@ def pipeline(rank: int, schedule: str, memory: dict[str, Any] | None = None) -> 
                     assert (gradient is None) == (whole_gradient is None)
                     if gradient is not None and not same_bits(gradient, whole_gradient / NUM_MICRO_BATCHES):
                         different[-1].append(f"{number} {name}")
-                    parameter.grad = None
+            nn.ModuleList(own.values()).zero_grad()
     both = {event.pair for event in log if event.half == "forward"} & {e.pair for e in log if e.half == "backward"}
     issues = [event for event in log if event.kind == "issue"]
     return {
@@ -229,17 +263,30 @@ def pipeline(rank: int, schedule: str, memory: dict[str, Any] | None = None) -> 
         "num_issues": len(issues),
         "num_alone": sum(event.pair not in both for event in issues),
         "num_exposed": len(exposed(log)),
+        "num_filled": sum(event.kind == "fill" for event in log),
     }
 
 
-def _stages(schedule: Schedule) -> list[nn.Module]:
+def _stages(schedule: Schedule, most_kept: int | None, change: str | None) -> list[nn.Module]:
     stages = []
     for stage in range(schedule.num_stages):
-        torch.manual_seed(stage)
+        torch.manual_seed(stage if most_kept is None else min(stage, schedule.num_stages - 1 - stage))
         block = moe.Block(1, hides=False)
         block.attention.dropout.p = 0.0
+        if most_kept is not None:
+            for name, parameter in block.experts.each[0].named_parameters():
+                setattr(block.shared.get_submodule(name.split(".")[0]), name.split(".")[1], parameter)
+            for module in block.modules():
+                if type(module) is nn.Linear:
+                    module.forward = functools.partial(_linear, module)
+        if change is not None:
+            CHANGES[change](block)
         stages.append(nn.Sequential(block))
     return stages
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias)
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:

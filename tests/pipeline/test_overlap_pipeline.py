@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from lowtide.errors import ConfigError
+from lowtide.pipeline import Overlap, Pipeline, WeightGradients, fit_stages, linear
+from lowtide.pipeline.generators import make_schedule
 from tests.support import two_ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -15,6 +21,10 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved_overlap"},
     "recompute": {"schedule": "dualpipev", "memory": {"recompute": "all"}},
     "swap": {"schedule": "dualpipev", "memory": {"swap": "all", "min_bytes": 0}},
+    "none kept": {"schedule": "interleaved_overlap", "most_kept": 0, "memory": {"recompute": "all"}},
+    "two kept": {"schedule": "dualpipev", "most_kept": 2},
+    "one kept, cast, no pairs": {"schedule": "1f1b", "most_kept": 1, "change": "partly autocast"},
+    "two kept, checkpoints": {"schedule": "dualpipev", "most_kept": 2, "change": "checkpoint"},
 }
 
 
@@ -31,4 +41,43 @@ def test_a_pipeline_with_overlap_has_the_bits_of_one_process(answers: dict[str, 
         assert rank["different"] == [[], []]
         # Every exchange of a pair is hidden, and none of the others.
         assert rank["num_exposed"] == rank["num_alone"] > 0
-        assert rank["num_issues"] > rank["num_alone"]
+        assert rank["num_issues"] > rank["num_alone"] or "no pairs" in name
+        # Weight gradients hide every second exchange of a backward alone, and more where some are kept.
+        assert 4 * rank["num_filled"] >= (rank["num_alone"] if "kept" in name else 0)
+
+
+class _Both(nn.Linear):
+    """Uses its weight by `linear`, and by a product of torch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight) + x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_known", "text"),
+    [
+        (nn.Linear, False, "WeightGradients(most_kept=1) has the waits of an Overlap run weight gradients, and"),
+        (nn.Linear, True, "no stage of this rank calls lowtide.pipeline.linear or grouped_linear"),
+        (_Both, True, "stage 0 uses a weight of shape [4, 4] in lowtide.pipeline.linear and in another way"),
+        (None, True, "a budget cannot be planned for weight gradients that stay for later waits"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(stage: Any, is_known: bool, text: str) -> None:
+    weights = WeightGradients(most_kept=1)
+    run_pair = Overlap(weight_gradients=weights if is_known else None).run_pair
+    batch = [torch.randn(2, 4), torch.randn(2, 4)]
+
+    def step() -> None:
+        pipeline = Pipeline(
+            make_schedule("gpipe", num_ranks=1, num_micro_batches=2),
+            {0: (stage or nn.Linear)(4, 4, bias=False)},
+            loss=nn.functional.mse_loss,
+            weight_gradients=weights,
+            run_pair=run_pair,
+        )
+        if stage is None:
+            fit_stages(pipeline, batch, batch, budget="1GiB")
+        pipeline.step(batch, batch)
+
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        step()
