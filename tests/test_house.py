@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_165,
+    "lines": 58_193,
     "files": 242,
     "classes": 504,
     "files that one other file imports": 33,
