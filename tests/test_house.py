@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_477,
+    "lines": 58_478,
     "files": 240,
     "classes": 507,
     "files that one other file imports": 34,

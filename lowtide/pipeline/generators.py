@@ -270,7 +270,8 @@ def paired(schedule: Schedule) -> Schedule:
     """The same schedule, in which a forward and the full backward right after it are a pair where they can be one.
 
     `dualpipev` has such two on the last rank, where its main part begins; apart they are earlier by what their weight
-    gradients take, so that a pair pays where these are put off (`WeightGradients(most_kept=...)`).
+    gradients take, so that a pair pays where these are put off (`WeightGradients(most_kept=...)`). Other schedules may
+    stand still then (`gpipe` does), which `verify` says.
     """
     rows = []
     for row in schedule.actions:
