@@ -8,25 +8,30 @@ step of M micro-batches fetches a layer M + 1 times.
 
 Why the bits are plain's: a graph that is cut falls into pieces (the backward of a layer, and what stands between), and
 a piece is run once, with all that arrives for it, in autograd's own order. A sum is formed inside of one piece, or over
-micro-batches, which come in order. `_check` refuses graphs in which that is not so: where a tensor or a weight is used
-by two pieces, the sum would have another order.
+micro-batches, which come in order. `check` refuses graphs in which that is not so: where a tensor or a weight is used
+by two pieces, the sum would have another order. `Surroundings` refuses a backward that draws random numbers or writes
+into buffers: plain's has done so before the next forward.
 
 Cost: what the layers of all micro-batches saved is there at a time; with layers under torch's checkpoint these are the
 inputs of the layers. Python: about 1 us a node of the graph, for the check. Refused by name: micro-batches that run
-different layers, plans, weights that two layers share. Not covered: a forward that calls `torch.autograd.grad` with
-`allow_unused=True`: to torch, what is behind a cut is unused.
+different layers, plans, weights that two layers share, reentrant checkpoints around layers. Not covered: a forward that
+calls `torch.autograd.grad` with `allow_unused=True`: to torch, what is behind a cut is unused; and what a forward
+writes through `.data` into a buffer, or into a weight that stays on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.tensors.private import tree_map_only
+from lowtide.tensors.modes import RandomState
+from lowtide.tensors.private import tree_leaves, tree_map_only, version_of
 
 _CALL = "lowtide: step"
 _ONE_BY_ONE = "call backward() of one micro-batch after the other instead"
@@ -66,12 +71,18 @@ class _LayerRun:
     name: str
     given: list[_Joint] = field(default_factory=list)
     made: list[_Joint] = field(default_factory=list)
+    copies: list[Any] = field(default_factory=list)
+    """What the layer was called with instead of what its caller has, while it runs."""
+    leaves: list[Any] = field(default_factory=list)
+    """What was in them when it began."""
 
 
 class MicroBatch:
     """One micro-batch, from its forward to the end of its backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_last: bool) -> None:
+        self.is_last = is_last
+        """No more micro-batch of the step comes after it."""
         self.runs: list[_LayerRun] = []
         self.loss: torch.Tensor | None = None
         self.is_complete = False
@@ -82,13 +93,24 @@ class MicroBatch:
         """A layer begins: what it is given instead."""
         run = _LayerRun(name)
         self.runs.append(run)
-        return self._cut((args, kwargs), run.given)
+        own = [*args, *kwargs.values()]
+        values = self._cut(own, run.given)
+        run.copies = [value for value, mine in zip(values, own, strict=True) if value is not mine]
+        run.leaves = tree_leaves(run.copies)
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def leave(self, output: Any) -> Any:
-        """That layer is over: what it gives instead."""
-        return self._cut(output, self.runs[-1].made)
+        """That layer is over: what it gives instead. Raises `ConfigError` if it wrote into a collection that had to be
+        copied: the caller would not see it."""
+        run = self.runs[-1]
+        leaves = tree_leaves(run.copies)
+        if len(leaves) != len(run.leaves) or any(a is not b for a, b in zip(leaves, run.leaves, strict=True)):
+            raise ConfigError(f"{_CALL}: '{run.name}' writes into a collection that it was given; {_ONE_BY_ONE}")
+        run.copies, run.leaves = [], []
+        return self._cut([output], run.made)[0]
 
-    def _cut(self, tree: Any, joints: list[_Joint]) -> Any:
+    def _cut(self, values: list[Any], joints: list[_Joint]) -> list[Any]:
+        """Each value with its tensors cut; one without any is the caller's own object, which may be written into."""
         known: dict[int, torch.Tensor] = {}
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,7 +123,15 @@ class MicroBatch:
                 known[id(tensor)] = cut_off
             return known[id(tensor)]
 
-        return tree_map_only(torch.Tensor, cut, tree)
+        def is_cut(value: Any) -> bool:
+            return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+
+        return [tree_map_only(torch.Tensor, cut, value) if is_cut(value) else value for value in values]
+
+    def let_go(self) -> None:
+        """Forget the graph. The node of a cut leads here, and no collector of garbage sees a cycle through a node."""
+        self.loss = None
+        self.runs.clear()
 
     def pieces(self) -> list[tuple[str, list[torch.Tensor]]]:
         """What each part of the graph between cuts begins at in backward, with a name for people."""
@@ -113,16 +143,44 @@ class MicroBatch:
         return found
 
 
+class Surroundings:
+    """What backward has to leave as it is where more forwards have run already: random generators and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: list[torch.Tensor] = list(islice(model.parameters(), 1))
+        self._buffers = [(name, buffer, version_of(buffer)) for name, buffer in model.named_buffers()]
+        self._random = RandomState(self._tensors)
+
+    def check(self, piece: str) -> None:
+        """Raise `ConfigError` where the backward of `piece` has changed something of it."""
+        written = next((name for name, buffer, version in self._buffers if version_of(buffer) != version), None)
+        if written is None and RandomState(self._tensors).equals(self._random):
+            return
+        does = "draws random numbers" if written is None else f"writes into '{written}'"
+        raise ConfigError(
+            f"{_CALL}: backward of {piece} {does}, which plain training does before the next micro-batch's forward; "
+            "this step is not right: call zero_grad() (with update='in_backward' load a checkpoint, weights were "
+            "updated), and backward() of one micro-batch after the other"
+        )
+
+
 def run_backward(
-    batches: Sequence[MicroBatch], *, before: Callable[[MicroBatch], None], after: Callable[[str], None]
+    batches: Sequence[MicroBatch],
+    model: nn.Module,
+    *,
+    before: Callable[[MicroBatch], None],
+    after: Callable[[str], None],
 ) -> None:
     """Backward of all micro-batches, from the last layer to the first. `before` is called ahead of each piece with its
     micro-batch, `after` with a layer's name when its backward is over for all."""
+    around = Surroundings(model) if len(batches) > 1 else None
     for batch in batches:
         before(batch)
         assert batch.loss is not None
         batch.loss.backward()
         batch.loss = None
+        if around is not None:
+            around.check("what follows the layers")
     while batches[0].runs:
         name = batches[0].runs[-1].name
         for batch in batches:
@@ -130,6 +188,8 @@ def run_backward(
             run = batch.runs.pop()
             _send(run.made)
             _send(run.given)
+            if around is not None:
+                around.check(f"'{name}'")
         after(name)
 
 
@@ -146,7 +206,7 @@ def check(batches: Sequence[MicroBatch], names: dict[torch.Tensor, str]) -> None
     repeated = next((name for name in first if first.count(name) > 1), None)
     if repeated is not None:
         raise ConfigError(f"{_CALL}: '{repeated}' runs more than once in a forward; {_ONE_BY_ONE}")
-    owners: dict[Any, str] = {}
+    owners: dict[Any, tuple[str, int]] = {}
     for number, batch in enumerate(batches, 1):
         if [run.name for run in batch.runs] != first:
             raise ConfigError(f"{_CALL}: micro-batch {number} runs other layers than the first one; {_ONE_BY_ONE}")
@@ -156,21 +216,31 @@ def check(batches: Sequence[MicroBatch], names: dict[torch.Tensor, str]) -> None
                     f"{_CALL}: what '{run.name}' was given or gave was written into through another tensor; "
                     f"{_ONE_BY_ONE}"
                 )
-        # All use the same leaves; anything else is of one micro-batch.
-        leaves: dict[Any, str] = {}
         for piece, roots in batch.pieces():
-            _own(roots, f"{piece} of micro-batch {number}", owners, leaves, names)
+            _own(roots, (piece, number), owners, names)
+
+
+def check_unwritten(before: Mapping[Any, torch.Tensor | None], after: Mapping[Any, torch.Tensor | None]) -> None:
+    """Raise `ConfigError` where a later forward has written into a weight, past its version too: the backward of an
+    earlier micro-batch would take the new bytes. `before`, `after`: sums of bytes by item."""
+    for item, one in before.items():
+        other = after[item]
+        if one is not None and other is not None and one is not other and not torch.equal(one, other):
+            raise ConfigError(
+                f"{_CALL}: '{item.name}' is written into by the forward of a micro-batch, and those before it had "
+                f"other bytes; {_ONE_BY_ONE}"
+            )
 
 
 def _own(
     roots: list[torch.Tensor],
-    piece: str,
-    owners: dict[Any, str],
-    leaves: dict[Any, str],
+    piece: tuple[str, int],
+    owners: dict[Any, tuple[str, int]],
     names: dict[torch.Tensor, str],
 ) -> None:
-    """Note for each node of the graph from these roots on, up to a cut, and for each weight, that it is of `piece`.
-    Raises `ConfigError` for what is of another one already."""
+    """Note for each node of the graph from these roots on, up to a cut, and for each weight, that it is of `piece`, of
+    a micro-batch with that number. Raises `ConfigError` for what is of another piece already. The same piece of several
+    micro-batches may share weights, and casts of them, which each goes through by itself; but no cut."""
     pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
     while pending:
         node = pending.pop()
@@ -178,17 +248,22 @@ def _own(
             node = node.variable
         if node is None:
             continue
-        is_leaf = isinstance(node, torch.Tensor)
-        known = leaves if is_leaf else owners
-        if known.get(node) is piece:
-            continue
-        if node in known:
+        owner = owners.get(node, piece)
+        is_joint = isinstance(getattr(node, "joint", None), _Joint)
+        if owner[0] != piece[0] or (is_joint and owner != piece):
             raise ConfigError(
-                f"{_CALL}: {_named(node, names)} is used by {known[node]} and by {piece}, so gradients would not be "
-                f"added up as in plain training; {_ONE_BY_ONE}"
+                f"{_CALL}: {_named(node, names)} is used by {owner[0]} of micro-batch {owner[1]} and by {piece[0]} of "
+                f"micro-batch {piece[1]}, so gradients would not be added up as in plain training; {_ONE_BY_ONE}"
             )
-        known[node] = piece
-        if not is_leaf and not isinstance(getattr(node, "joint", None), _Joint):
+        if type(node).__name__ == "CheckpointFunctionBackward" and not piece[0].startswith("'"):
+            raise ConfigError(
+                f"{_CALL}: a reentrant checkpoint is around layers, whose graphs are made in backward only; give it "
+                f"use_reentrant=False, or {_ONE_BY_ONE}"
+            )
+        if node in owners and owner == piece:
+            continue
+        owners[node] = piece
+        if not is_joint and not isinstance(node, torch.Tensor):
             pending += [following for following, _ in node.next_functions]
 
 

@@ -449,6 +449,11 @@ class WeightMoves:
         """Whether the buffer has what the slot has, also if somebody wrote to it through `.data`."""
         return item.total is None or item.buffer is None or torch.equal(item.total, _sum_of(item.buffer))
 
+    def sums(self, items: Iterable[Movable]) -> dict[Movable, torch.Tensor | None]:
+        """The sum of each item's bytes as they are now; None for one that was never seen."""
+        with self.lock, quiet():
+            return {i: _sum_of(i.buffer) if i.is_here and i.buffer is not None else i.total for i in items}
+
     def _drop(self, item: Movable) -> None:
         """Have the tensor show its slot, and let go of the buffer."""
         tensor, total = item.tensor, item.total

@@ -64,7 +64,7 @@ from lowtide.tensors.view import Shape, View
 from lowtide.tensors.wrappers import is_distributed
 from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
-from lowtide.weights.micro_batches import MicroBatch, run_backward
+from lowtide.weights.micro_batches import MicroBatch, check_unwritten, run_backward
 from lowtide.weights.micro_batches import check as check_pieces
 from lowtide.weights.moves import FORWARD, Movable, WeightMoves, quiet
 
@@ -560,44 +560,50 @@ class WeightSwap:
 
         Raises `ConfigError` before any gradient is there: under a plan, for no losses, and for a model in which
         plain's sums are not formed layer by layer (tied weights, a layer that runs twice, a tensor that goes around a
-        layer). An error of a forward leaves all gradients as they were.
+        layer); and within backward where that draws random numbers or writes into buffers. An error of a forward leaves
+        all gradients as they were.
         """
-        batches = self._forwards(losses)
-        results = [batch.loss.detach() for batch in batches if batch.loss is not None]
-        check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
-        self._moves.gathers = True
+        batches: list[MicroBatch] = []
         try:
+            self._forwards(losses, batches)
+            results = [batch.loss.detach() for batch in batches if batch.loss is not None]
+            check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
+            self._moves.gathers = True
             run_backward(
-                batches, before=lambda batch: self._hold_updates(batch is not batches[-1]), after=self._is_over
+                batches, self.model, before=lambda batch: self._hold_updates(not batch.is_last), after=self._is_over
             )
         finally:
+            self._micro_batch = None
             self._moves.gathers = False
             self._hold_updates(False)
+            for batch in batches:
+                batch.let_go()
             self._moves.arrive()
         return results
 
-    def _forwards(self, losses: Sequence[Callable[[], torch.Tensor]]) -> list[MicroBatch]:
+    def _forwards(self, losses: Sequence[Callable[[], torch.Tensor]], batches: list[MicroBatch]) -> None:
         if self.is_planned or patched_module(self.model) is not None:
             raise ConfigError("lowtide: step: the model is under a plan; call remove() of the plan's handle first")
-        if not losses or not all(map(callable, losses)):
+        calls = list(losses) if isinstance(losses, Iterable) else []
+        if not calls or not all(map(callable, calls)):
             raise ConfigError(
                 "lowtide: step: takes a list of functions, each of which runs the forward of one micro-batch and "
                 "returns its loss"
             )
         if self.optimizer_swap is not None and self.optimizer_swap.has_begun:
             raise ConfigError("lowtide: step: backward has updated weights already; call optimizer.step() first")
-        batches = []
-        try:
-            for number, loss in enumerate(losses, 1):
-                batch = self._micro_batch = MicroBatch()
-                batch.loss = loss()
-                if not isinstance(batch.loss, torch.Tensor) or batch.loss.numel() != 1 or not batch.loss.requires_grad:
-                    raise ConfigError(f"lowtide: step: what loss {number} returns is no scalar tensor with a graph")
-                batch.is_complete = True
-                batches.append(batch)
-        finally:
-            self._micro_batch = None
-        return batches
+        sums: dict[Movable, torch.Tensor | None] = {}
+        for number, loss in enumerate(calls, 1):
+            batch = self._micro_batch = MicroBatch(is_last=number == len(calls))
+            batches.append(batch)
+            batch.loss = loss()
+            if not isinstance(batch.loss, torch.Tensor) or batch.loss.numel() != 1 or not batch.loss.requires_grad:
+                raise ConfigError(f"lowtide: step: what loss {number} returns is no scalar tensor with a graph")
+            batch.is_complete = True
+            if number == 1 and not batch.is_last:
+                sums = self._moves.sums(self.weights.values())
+        self._micro_batch = None
+        check_unwritten(sums, self._moves.sums(sums))
 
     def _hold_updates(self, holds: bool) -> None:
         if self.optimizer_swap is not None:

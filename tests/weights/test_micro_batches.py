@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -259,6 +261,70 @@ class _Searches(Small):
         return loss
 
 
+class _TakesMore(Block):
+    """A layer that is given a collection too, and writes into it."""
+
+    def forward(self, x: torch.Tensor, more: Any) -> torch.Tensor:
+        made = super().forward(x)
+        if isinstance(more, list):
+            more.append(made.square().mean())
+        else:
+            more["scale"] = more.get("scale", 0.0) + made.detach().abs().mean().item()
+        return made
+
+
+class _Collects(Small):
+    """Layers leave numbers, or parts of the loss, in a collection of the caller."""
+
+    def __init__(self, collection: type) -> None:
+        super().__init__()
+        self.collection = collection
+        self.layers = nn.ModuleList(_TakesMore(24) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, more = self.embed(tokens), self.collection()
+        for layer in self.layers:
+            x = layer(x, more)
+        loss = torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+        return loss + (sum(more) if isinstance(more, list) else more["scale"] * loss)
+
+
+def _of(block: type[Block]) -> Small:
+    model = Small()
+    model.layers = nn.ModuleList(block(24) for _ in range(4))
+    return model
+
+
+class _Norms(Block):
+    """Statistics of batches, in a layer that is computed again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.statistics = nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._compute, x, use_reentrant=False)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.statistics(x.transpose(1, 2)).transpose(1, 2))
+
+
+class _WritesData(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.up.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class _Reentrant(Block):
+    def __call__(self, *args: Any) -> Any:
+        return checkpoint(super().__call__, *args, use_reentrant=True)
+
+
+class _ReentrantInside(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
 _ALONE = "call backward() of one micro-batch after the other instead"
 _SUMS = f", so gradients would not be added up as in plain training; {_ALONE}"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -282,6 +348,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "what a layer gives, of shape [2, 8, 24], is used by what goes into 'head' of micro-batch 1 and by what goes "
         f"into 'head' of micro-batch 2{_SUMS}",
     ),
+    "collects": (
+        lambda: _Collects(list),
+        f"'layers.1' writes into a collection that it was given; {_ALONE}",
+    ),
+    "reentrant": (
+        lambda: _of(_Reentrant),
+        "a reentrant checkpoint is around layers, whose graphs are made in backward only; give it use_reentrant=False, "
+        f"or {_ALONE}",
+    ),
     "searches": (_Searches, f"a micro-batch has a backward pass inside of its forward; {_ALONE}"),
     "writes later": (
         _WritesLater,
@@ -304,6 +379,118 @@ def test_other_sums_are_refused_before_any_gradient_is_there(name: str) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
         model(batch(0)).backward()
         optimizer.step()
+
+
+def _noisy(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.up.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+
+
+def _after(
+    make: Callable[[], nn.Module],
+    number: int,
+    handed_over: bool,
+    change: Change = lambda model: None,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> dict[str, torch.Tensor]:
+    """What two steps leave, of a model that is swapped and whose micro-batches are handed over together, or plain."""
+    torch.manual_seed(1)
+    model = make()
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    left = {}
+    with contextlib.ExitStack() as stack:
+        step_of: Any = _one_by_one
+        if handed_over:
+            handle = stack.enter_context(lowtide.swap_weights(model, optimizer, min_bytes=1, bucket_bytes=4096))
+            step_of = handle.step
+        torch.manual_seed(2)
+        for step in range(2):
+            with around():
+                losses = step_of([functools.partial(lambda n: model(batch(n)), 10 * step + n) for n in range(number)])
+            left |= {f"loss {step}.{n}": loss for n, loss in enumerate(losses)}
+            optimizer.step()
+            optimizer.zero_grad()
+        if handed_over:
+            assert handle.stats.peak_bytes <= handle.stats.window_bytes
+    return {**left, **model.state_dict()}
+
+
+EQUAL: dict[str, dict[str, Any]] = {
+    "numbers in a dict": {"make": lambda: _Collects(dict), "number": 3},
+    "statistics, one micro-batch": {"make": lambda: _of(_Norms), "number": 1},
+    "noise, one micro-batch": {"make": Small, "number": 1, "change": _noisy},
+    "data, one micro-batch": {"make": lambda: _of(_WritesData), "number": 1},
+    "autocast around": {"make": Small, "number": 3, "around": lambda: torch.autocast("cpu", torch.bfloat16)},
+    "reentrant inside": {"make": lambda: _of(_ReentrantInside), "number": 3},
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_habits_of_layers_and_loops(name: str) -> None:
+    """What a cut must not come between: a caller's own collections, a cast that micro-batches share, a window."""
+    assert_same(_after(handed_over=True, **EQUAL[name]), _after(handed_over=False, **EQUAL[name]))
+
+
+_LATER = (
+    ", which plain training does before the next micro-batch's forward; this step is not right: call zero_grad() (with "
+    "update='in_backward' load a checkpoint, weights were updated), and backward() of one micro-batch after the other"
+)
+LATE: dict[str, tuple[dict[str, Any], str]] = {
+    "statistics": (
+        {"make": lambda: _of(_Norms)},
+        f"backward of 'layers.3' writes into 'layers.3.statistics.num_batches_tracked'{_LATER}",
+    ),
+    "noise": ({"make": Small, "change": _noisy}, f"backward of 'layers.3' draws random numbers{_LATER}"),
+    "data": (
+        {"make": lambda: _of(_WritesData)},
+        "'layers.0.up.weight' is written into by the forward of a micro-batch, and those before it had other bytes; "
+        f"{_ALONE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_backward_and_forwards_do_beside_gradients_is_refused(name: str) -> None:
+    """All forwards come before all backward passes here, so what one does to the other would come out otherwise."""
+    how, text = LATE[name]
+    with pytest.raises(ConfigError) as refused:
+        _after(number=3, handed_over=True, **how)
+    assert str(refused.value) == f"lowtide: step: {text}"
+
+
+@pytest.mark.parametrize("where", ["nowhere", "check", "forward", "backward"])
+def test_nothing_is_held_after_an_error(where: str) -> None:
+    """A loop that tries again with less after an error finds the memory of its activations."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    model = _Around() if where == "check" else Small()
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def stop(*_: Any) -> None:
+        raise ValueError
+
+    def second() -> torch.Tensor:
+        loss = model(batch(1))
+        return stop() if where == "forward" else loss  # type: ignore[return-value]
+
+    if where == "backward":
+        model.layers[2].up.weight.register_hook(stop)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1) as handle:
+        with contextlib.suppress(ConfigError, ValueError):
+            handle.step([lambda: model(batch(0)), second])
+        torch.zeros((), requires_grad=True).backward()  # torch's own queue keeps nodes of a pass that failed until then
+        gc.collect()
+        assert len(made) == 8 and [ref() for ref in made] == [None] * 8
+
+
+def test_losses_from_a_generator() -> None:
+    model = Small()
+    with lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=1e-2), min_bytes=1) as handle:
+        assert len(handle.step(functools.partial(model, batch(n)) for n in range(2))) == 2  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="takes a list of functions, each of which runs the forward of one"):
+            handle.step(lambda: model(batch(0)))  # type: ignore[arg-type]
 
 
 def test_what_is_no_micro_batch_is_refused() -> None:
