@@ -31,10 +31,12 @@ MIN_BYTES = 64 * 1024
 
 
 def find_layers(model: nn.Module) -> tuple[str, ...]:
-    """Dotted names of the layers of `model`, in the order of definition. Empty if nothing repeats."""
+    """Dotted names of the layers of `model`, in the order of definition. Empty if nothing repeats. A layer that stands
+    in several places has the name that `named_modules` gives it."""
     names: list[str] = []
     _walk(model, "", names)
-    return tuple(names)
+    first_names = dict(model.named_modules())
+    return tuple(name for name in names if name in first_names)
 
 
 def named_layers(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

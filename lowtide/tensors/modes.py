@@ -159,11 +159,6 @@ class RandomState:
         self.device_type = on_device[0].device.type if on_device else None
         self.devices, self.states = get_device_states(*on_device) if on_device else ([], [])
 
-    def equals(self, other: RandomState) -> bool:
-        """Whether both have the same states, of the same devices."""
-        mine, its = [self.cpu, *self.states], [other.cpu, *other.states]
-        return self.devices == other.devices and all(map(torch.equal, mine, its))
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Draw from these states inside, and leave the generators outside untouched."""

@@ -263,7 +263,7 @@ def take(
     modes = [*function_modes(), *dispatch_modes()] if called else []
     with disable_current_modes():
         if process:
-            walk.records += _process_states(devices)
+            walk.records += process_states(devices)
         for module in modules:
             walk.add(module, Name(None, ""), 0)
         if beside is not None:
@@ -582,7 +582,7 @@ class _StateWalk:
             self.records.append(State.of_array(array, name))
 
 
-def _process_states(devices: Iterable[torch.device]) -> Iterator[State]:
+def process_states(devices: Iterable[torch.device]) -> Iterator[State]:
     """Random generators of torch (host and devices), Python, and numpy if it is in use."""
     yield State(torch.get_rng_state, torch.set_rng_state, Name(None, "torch's random state"))
     for device in devices:

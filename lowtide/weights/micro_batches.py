@@ -3,8 +3,8 @@
 What: micro-batches one after the other fetch each layer twice a micro-batch, for its forward and for its backward. Here
 all forwards run first, in order. At the entry and the exit of each layer the graph is *cut*: what goes on is the same
 bytes, with a node of its own that holds on to the gradient instead of passing it on. Then each layer's backward runs
-for one micro-batch after the other before the layer below begins (the order that GreedySnake takes). So a
-step of M micro-batches fetches a layer M + 1 times.
+for one micro-batch after the other before the layer below begins (the order that GreedySnake takes). So a step of M
+micro-batches fetches a layer M + 1 times.
 
 Why the bits are plain's: a graph that is cut falls into pieces (the backward of a layer, and what stands between), and
 a piece is run once, with all that arrives for it, in autograd's own order. A sum is formed inside of one piece, or over
@@ -14,24 +14,27 @@ into buffers: plain's has done so before the next forward.
 
 Cost: what the layers of all micro-batches saved is there at a time; with layers under torch's checkpoint these are the
 inputs of the layers. Python: about 1 us a node of the graph, for the check. Refused by name: micro-batches that run
-different layers, plans, weights that two layers share, reentrant checkpoints around layers. Not covered: a forward that
-calls `torch.autograd.grad` with `allow_unused=True`: to torch, what is behind a cut is unused; and what a forward
-writes through `.data` into a buffer, or into a weight that stays on the device.
+different layers, plans, weights that two layers share, reentrant checkpoints around layers.
+
+Not covered, and not seen:
+- a forward that calls `torch.autograd.grad` with `allow_unused=True`: to torch, what is behind a cut is unused;
+- what a forward writes through `.data` into a buffer, or into a weight that stays on the device;
+- what a hook of backward leaves for the next forward, other than in buffers and random generators (a number that
+  scales the loss, say): here all forwards have run before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import tree_leaves, tree_map_only, version_of
+from lowtide.tensors.snapshot import process_states
 
 _CALL = "lowtide: step"
 _ONE_BY_ONE = "call backward() of one micro-batch after the other instead"
@@ -144,17 +147,17 @@ class MicroBatch:
 
 
 class Surroundings:
-    """What backward has to leave as it is where more forwards have run already: random generators and buffers."""
+    """What backward has to leave as it is where more forwards have run already: buffers, and the random generators of
+    torch, Python and numpy."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors: list[torch.Tensor] = list(islice(model.parameters(), 1))
         self._buffers = [(name, buffer, version_of(buffer)) for name, buffer in model.named_buffers()]
-        self._random = RandomState(self._tensors)
+        self._generators = [*process_states({parameter.device for parameter in model.parameters()})]
 
     def check(self, piece: str) -> None:
         """Raise `ConfigError` where the backward of `piece` has changed something of it."""
         written = next((name for name, buffer, version in self._buffers if version_of(buffer) != version), None)
-        if written is None and RandomState(self._tensors).equals(self._random):
+        if written is None and all(generator.is_same() for generator in self._generators):
             return
         does = "draws random numbers" if written is None else f"writes into '{written}'"
         raise ConfigError(

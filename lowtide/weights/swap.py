@@ -549,7 +549,7 @@ class WeightSwap:
 
     # -- several micro-batches -----------------------------------------------------------------------------------------
 
-    def step(self, losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    def step(self, losses: Iterable[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Forward and backward of the micro-batches of one optimizer step, with M + 1 fetches of a layer for M of them,
         not 2 M. Gradients are added to in their order, so that the bits are those of `loss().backward()` for one after
         the other. `optimizer.step()` comes after it.
@@ -581,7 +581,8 @@ class WeightSwap:
             self._moves.arrive()
         return results
 
-    def _forwards(self, losses: Sequence[Callable[[], torch.Tensor]], batches: list[MicroBatch]) -> None:
+    def _forwards(self, losses: Iterable[Callable[[], torch.Tensor]], batches: list[MicroBatch]) -> None:
+        """Run all forwards, in order, and add to `batches` what each leaves. Raises `ConfigError` as `step` does."""
         if self.is_planned or patched_module(self.model) is not None:
             raise ConfigError("lowtide: step: the model is under a plan; call remove() of the plan's handle first")
         calls = list(losses) if isinstance(losses, Iterable) else []
@@ -606,6 +607,7 @@ class WeightSwap:
         check_unwritten(sums, self._moves.sums(sums))
 
     def _hold_updates(self, holds: bool) -> None:
+        """Whether gradients wait for those of more micro-batches before they update anything."""
         if self.optimizer_swap is not None:
             self.optimizer_swap.hold_updates(holds)
 

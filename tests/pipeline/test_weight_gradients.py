@@ -92,6 +92,27 @@ def test_a_weight_that_is_used_twice_is_added_once() -> None:
     assert same_bits(weight.grad, wanted)
 
 
+def test_two_views_of_a_weight_are_added_up_before_they_are_added() -> None:
+    """In float32, where the order of a sum shows; the gradient that is there already is the third term."""
+    x, weight, before = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def by_views(call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return call(torch.tanh(call(x, weight.view(8, 8))), weight.t().t())
+
+    weight.grad = before.clone()
+    _plain(lambda: by_views(F.linear))
+    wanted = weight.grad
+    weight.grad = None
+    store = WeightGradients()
+    with store.forward(CHUNK):
+        output = by_views(linear)
+    with store.put_off(CHUNK):
+        output.backward(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+    weight.grad = before.clone()
+    store.run(CHUNK)
+    assert same_bits(weight.grad, wanted)
+
+
 def test_hooks_of_the_weight_see_one_backward() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     seen: list[str] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
+import lowtide
 from lowtide.errors import ConfigError
 from lowtide.profiling.layers import find_layers, named_layers
 from tests.support import zoo
@@ -61,3 +63,15 @@ def test_a_dictionary_of_numbers_is_a_list() -> None:
     assert find_layers(stage) == ("layers.3",)
     stage.layers = nn.ModuleDict({"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 2)})
     assert find_layers(stage) == ()
+
+
+def test_a_layer_in_two_lists_has_one_name() -> None:
+    """The name that torch gives it; a plan on the model has that one, and the other list is called through it."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+    model.blocks = nn.ModuleList([model.layers[0], nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
+    assert find_layers(model) == ("layers.0", "layers.1", "layers.2", "blocks.1")
+    model.forward = lambda x: model.blocks[0](model.blocks[1](x))
+    with lowtide.apply(model, {"recompute": "all"}) as tide:
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert tide.stats.recomputed_bytes > 0

@@ -79,7 +79,12 @@ def train(
     left |= {f"before removal {n}": p.detach().clone() for n, p in model.state_dict().items()}
     if handle is not None:
         handle.remove()
-    left |= {n: p.detach().clone() for n, p in model.named_parameters()}
+    return left | weights_and_state(model, optimizer)
+
+
+def weights_and_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies, by name."""
+    left = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for number, entries in optimizer.state_dict()["state"].items():
         left |= {f"state {number} {k}": v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor)}
     return left

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from random import Random
@@ -23,7 +24,7 @@ from tests.attack.models import loss_of as loss_of_output
 from tests.support import zoo
 from tests.support.grid import one_of
 from tests.support.virtual_engine import VirtualEngine
-from tests.weights.test_bit_equality import OPTIMIZERS, Block, Small, assert_same
+from tests.weights.test_bit_equality import OPTIMIZERS, Block, Small, assert_same, weights_and_state
 
 Change = Callable[[nn.Module], None]
 
@@ -67,10 +68,7 @@ def train(
         optimizer.step()
     if handle is not None:
         handle.remove()
-    left |= {n: p.detach().clone() for n, p in model.named_parameters()}
-    for number, entries in optimizer.state_dict()["state"].items():
-        left |= {f"state {number} {k}": v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor)}
-    return left
+    return left | weights_and_state(model, optimizer)
 
 
 def swapped(update: str, engine: Any = None) -> Callable[[nn.Module, Any], Any]:
@@ -252,6 +250,20 @@ class _Half(nn.Module):
         return self.whole[..., :24]
 
 
+class _RemembersMore(Small):
+    """The same, through an operator that both micro-batches have above what a layer gave."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        x = x * 0.5
+        made, self.last = x if self.last is None else x + self.last, x
+        return torch.nn.functional.cross_entropy(self.head(made).flatten(0, 1), tokens.flatten())
+
+
 class _Searches(Small):
     """A backward pass inside of the forward."""
 
@@ -348,6 +360,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "what a layer gives, of shape [2, 8, 24], is used by what goes into 'head' of micro-batch 1 and by what goes "
         f"into 'head' of micro-batch 2{_SUMS}",
     ),
+    "remembers more": (
+        _RemembersMore,
+        "what a layer gives, of shape [2, 8, 24], is used by what goes into 'head' of micro-batch 1 and by what goes "
+        f"into 'head' of micro-batch 2{_SUMS}",
+    ),
     "collects": (
         lambda: _Collects(list),
         f"'layers.1' writes into a collection that it was given; {_ALONE}",
@@ -384,6 +401,11 @@ def test_other_sums_are_refused_before_any_gradient_is_there(name: str) -> None:
 def _noisy(model: nn.Module) -> None:
     for layer in model.layers:  # type: ignore[union-attr]
         layer.up.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+
+
+def _draws(model: nn.Module) -> None:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.up.weight.register_hook(lambda gradient: gradient * random.random())
 
 
 def _after(
@@ -442,6 +464,7 @@ LATE: dict[str, tuple[dict[str, Any], str]] = {
         f"backward of 'layers.3' writes into 'layers.3.statistics.num_batches_tracked'{_LATER}",
     ),
     "noise": ({"make": Small, "change": _noisy}, f"backward of 'layers.3' draws random numbers{_LATER}"),
+    "Python's noise": ({"make": Small, "change": _draws}, f"backward of 'layers.3' draws random numbers{_LATER}"),
     "data": (
         {"make": lambda: _of(_WritesData)},
         "'layers.0.up.weight' is written into by the forward of a micro-batch, and those before it had other bytes; "
