@@ -78,7 +78,7 @@ from lowtide.pipeline.torch_stage import (
     with_places,
 )
 from lowtide.pipeline.transport import GroupTransport
-from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
+from lowtide.pipeline.weight_gradients import WeightGradients, patch_linears, weights_behind
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import tree_leaves
 
@@ -157,6 +157,8 @@ class Pipeline:
         """Of the step that is under way."""
         self._runtime: Any = None
         """Torch's; made for the first step."""
+        self.linears = patch_linears(self.stages.values()) if weight_gradients is not None else []
+        """What has modules of the stages put weight gradients off, until `close`."""
         self.waits: Mapping[AnyAction, frozenset[Result]] = {}
         """Of actions of this rank: results that must not be held any more while it computes. Empty: whichever."""
         self.num_steps = 0
@@ -258,6 +260,14 @@ class Pipeline:
                 )
         return None
 
+    def may_put_off_less(self) -> bool:
+        """Have every I of this rank do the whole backward, where nobody has asked for W by name."""
+        if self.weight_gradients is None or not self.weight_gradients.may_be_idle:
+            return False
+        self.weight_gradients = None
+        self._undo_linears()
+        return True
+
     @contextlib.contextmanager
     def ending_all(self, at: str) -> Iterator[None]:
         """What is raised inside ends the pipeline on all ranks, as a step that fails does."""
@@ -268,9 +278,14 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """End the threads of the transport."""
+        """End the threads of the transport, and leave the stages as they were."""
+        self._undo_linears()
         if self.transport is not None:
             self.transport.close()
+
+    def _undo_linears(self) -> None:
+        while self.linears:
+            self.linears.pop().undo()
 
     def _end(self, error: BaseException, at: str) -> None:
         """Tell the other ranks, and the reader of the traceback."""
@@ -289,8 +304,8 @@ class Pipeline:
 
 def _nothing_put_off(name: str) -> str:
     return (
-        f"pipeline: '{name}' splits backwards, and no stage of this rank calls lowtide.pipeline.linear or "
-        "grouped_linear; call them there, or leave weight_gradients out"
+        f"pipeline: '{name}' splits backwards, and no stage of this rank has an nn.Linear or calls "
+        "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
     )
 
 
@@ -498,12 +513,21 @@ class _Walk:
             if not any(weight is each for each in known):
                 known.append(weight)
                 self._gradients.include(stage, weight)
-        if mixed and (weights := self._pipeline.weight_gradients) is not None and weights.most_kept is not None:
-            raise ConfigError(
-                f"pipeline: stage {stage} uses a weight of shape {list(mixed[0].shape)} in lowtide.pipeline.linear and "
-                "in another way, and beside most_kept its gradients would be added up in another order; use it in one "
-                "way, or leave most_kept out"
-            )
+        weights = self._pipeline.weight_gradients
+        patched = [patch.module.weight for patch in self._pipeline.linears]
+        for weight in mixed:
+            if any(weight is each for each in patched):
+                name = next(n for n, each in self._pipeline.stages[stage].named_parameters() if each is weight)
+                raise ConfigError(
+                    f"pipeline: stage {stage} uses '{name}' in its nn.Linear and in another way, and its gradients "
+                    "would be added up in another order; use it in one way, or leave weight_gradients out"
+                )
+            if weights is not None and weights.most_kept is not None:
+                raise ConfigError(
+                    f"pipeline: stage {stage} uses a weight of shape {list(weight.shape)} in lowtide.pipeline.linear "
+                    "and in another way, and beside most_kept its gradients would be added up in another order; use it "
+                    "in one way, or leave most_kept out"
+                )
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         assert self._pipeline.loss is not None and self._targets is not None

@@ -79,6 +79,8 @@ def observe_stages(
             later = _KeptUntilW()
             with later if _is_split(pipeline, stage) else contextlib.nullcontext():
                 profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
+            if later.kept and exchanges and pipeline.may_put_off_less():
+                return observe(stage, args, kwargs)
             if later.kept and exchanges:
                 raise ConfigError(
                     f"pipeline: stage {stage} puts weight gradients off and exchanges rows, and a budget cannot be "
