@@ -19,8 +19,8 @@ as the solver's bound leaves a chance for a faster plan, so mostly two. This is 
 The floor is the smallest floor of any way; a plan exists from there on. The bound is the least of the ways that could
 be faster, by the linear program for the budget itself.
 
-Cost: two solutions a way for one budget as a rule, seventeen at most, and the way's floor. Everything is remembered, so that
-other budgets of the same step cost little. Not covered: sets of layers other than the first so many.
+Cost: two solutions a way for one budget as a rule, seventeen at most, and the way's floor. Everything is remembered, so
+that other budgets of the same step cost little. Not covered: sets of layers other than the first so many.
 """
 
 from __future__ import annotations
