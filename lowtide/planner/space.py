@@ -19,8 +19,8 @@ as the solver's bound leaves a chance for a faster plan, so mostly two. This is 
 The floor is the smallest floor of any way; a plan exists from there on. The bound is the least of the ways that could
 be faster, by the linear program for the budget itself.
 
-Cost: two solutions a way for one budget as a rule, seventeen at most, and a floor. Everything is remembered, so that
-other budgets of the same step cost little. Not covered: sets of layers other than the first so many.
+Cost: two solutions a way for one budget as a rule, seventeen at most, and the way's floor. Everything is remembered, so
+that other budgets of the same step cost little. Not covered: sets of layers other than the first so many.
 """
 
 from __future__ import annotations
@@ -213,9 +213,8 @@ class Way:
 
     @functools.cached_property
     def floor(self) -> tuple[int, Fates]:
-        """The smallest peak that was found, and fates that reach it. Of ways that leave not all that is allowed, which
-        no floor depends on, a quick look."""
-        return floor(self._arrays, self.host_bytes) if self.is_main else quick_floor(self._arrays, self.host_bytes)[:2]
+        """The smallest peak that was found, and fates that reach it."""
+        return floor(self._arrays, self.host_bytes)
 
     def reaches(self, budget_bytes: int) -> bool:
         """Whether its floor is within the budget. A floor is looked for only where quick looks do not say."""

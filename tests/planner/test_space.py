@@ -120,3 +120,21 @@ def check(name: str, rules: Mapping[str, Any], num_budgets: int) -> None:
 def test_a_larger_budget_is_never_slower_and_all_have_one_floor(name: str, rules: str) -> None:
     torch.manual_seed(0)
     check(name, RULES[rules], NUM_BUDGETS if name in FEW else MOST_BUDGETS)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2_dropout"])
+def test_where_swapping_is_dear_plans_are_as_fast_as_without_it(name: str) -> None:
+    """Also where all recipes at once need more than everything kept, which is no floor to begin from."""
+    torch.manual_seed(0)
+    profile = _observed(name)
+    planners = Planner(profile, {}), Planner(profile, RULES["no swap"])
+    for planner in planners:
+        planner.link = dataclasses.replace(LINKS[1], page_fault_seconds_per_byte=1e-6)
+    most = planners[1].plan(1 << 50).predicted
+    assert most is not None and most.floor_bytes is not None
+    for percent in (25, 50):
+        budget_bytes = most.floor_bytes + (most.plain_peak_bytes - most.floor_bytes) * percent // 100
+        found, wanted = (planner.plan(budget_bytes).predicted for planner in planners)
+        assert found is not None and wanted is not None
+        assert found.step_seconds <= wanted.step_seconds * (1 + 1e-9), percent
+        assert wanted.recompute_seconds > 0

@@ -67,8 +67,8 @@ def assert_as_plain(result: zoo.Result, run: Run) -> None:
 
 
 def _allocated_bytes(device: torch.device) -> int:
-    """What is held there now. A worker of autograd's that was not scheduled yet still holds the last backward pass, with
-    the callbacks that lowtide gave it, until it takes the next one: so it gets one."""
+    """What is held there now. A worker of autograd's that was not scheduled yet still holds the last backward pass,
+    with the callbacks that lowtide gave it, until it takes the next one: so it gets one."""
     torch.ones((), device=device, requires_grad=True).clone().backward()
     gc.collect()
     return torch.accelerator.memory_allocated(device)
