@@ -43,7 +43,7 @@ from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts import find_experts
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
-from lowtide.pipeline.schedule import Kind, Schedule, layers_of_stages
+from lowtide.pipeline.schedule import Schedule, layers_of_stages
 from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.profiling.fake.trace import trace
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
@@ -144,7 +144,9 @@ class RankStages:
         make_loss = loss_function if self._parts is None else self._parts.loss_function
         loss = make_loss(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
-        if any(part.kind is Kind.BACKWARD_WEIGHT for row in self._schedule.actions for each in row for part in each.parts):
+        if any(
+            part.kind is Kind.BACKWARD_WEIGHT for row in self._schedule.actions for each in row for part in each.parts
+        ):
             how["weight_gradients"] = WeightGradients(may_be_idle=True)
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 

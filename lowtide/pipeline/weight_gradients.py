@@ -65,6 +65,8 @@ class _PutOff:
         """Whether I runs. A backward at any other time (a step that is observed inside the forward) is a plain one."""
         self.num_uses: Counter[Any] = Counter()
         """Of each weight in the forward, by its leaf in the graph."""
+        self.casts: set[tuple[Any, Any]] = set()
+        """Nodes of the graph: autocast's cast of a weight, and the bias beside it."""
         self._closures: dict[Any, _Uses] = {}
         """Of weights of which not all uses have come."""
         self._ready: list[_Uses] = []
@@ -240,28 +242,34 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     edge, chunk = None, _CHUNK.get()
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
+        if chunk is None and _is_cast(weight, dtype):
+            return F.linear(x, weight, bias)
         if chunk is not None and _is_cast(weight, dtype) and weight.requires_grad and torch.is_grad_enabled():
             edge = _edge_of_cast(weight)
-            if _is_cast(bias, dtype) and not chunk.is_in_backward and chunk.num_uses[_leaf_of(edge.node)]:
-                raise ConfigError(
-                    f"lowtide.pipeline: a linear layer of shape {list(weight.shape)} with a bias runs twice in one "
-                    "micro-batch under autocast, where the gradients of its bias would be added up in another type; "
-                    "give the layer no bias, the stage bf16 weights, or the pipeline no weight_gradients"
-                )
-        x, weight, bias = (each.to(dtype) if _is_cast(each, dtype) else each for each in (x, weight, bias))
+            if bias is not None and _is_cast(bias, dtype) and bias.requires_grad:
+                use = edge.node, get_gradient_edge(bias).node
+                if use in chunk.casts:
+                    raise ConfigError(
+                        f"lowtide.pipeline: a linear layer of shape {list(weight.shape)} with a bias runs twice in one "
+                        "micro-batch under autocast, where the gradients of its bias would be added up in another "
+                        "type; give the layer no bias, the stage bf16 weights, or the pipeline no weight_gradients"
+                    )
+                chunk.casts.add(use)
+        x, weight = (each.to(dtype) if _is_cast(each, dtype) else each for each in (x, weight))
+        bias = bias.to(dtype) if bias is not None and _is_cast(bias, dtype) else bias
     return _call(_Linear, x, weight, bias, edge)
 
 
-def _is_cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> bool:
+def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether autocast casts it."""
-    return tensor is not None and tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
+    return tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
 
 
 def _edge_of_cast(weight: torch.Tensor) -> GradientEdge:
     """Where autocast's own cast of a weight stands in the graph. It keeps one for several uses, whose gradients are
     added up there, in the type of the cast. A product of no rows shows it."""
     target = get_gradient_edge(weight).node
-    node = F.linear(weight.new_empty(0, weight.shape[-1]), weight).grad_fn
+    node: Any = F.linear(weight.new_empty(0, weight.shape[-1]), weight).grad_fn
     while (following := next(each for each, _ in node.next_functions if each is not None)) is not target:
         node = following
     return GradientEdge(node, 0)

@@ -162,19 +162,22 @@ def test_under_autocast() -> None:
 def test_two_uses_under_autocast_are_added_up_where_it_adds_them(num_contexts: int) -> None:
     """In bf16 in the one cast that it keeps for a context, else in fp32."""
     x, weight = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
+    more = [] if num_contexts == 1 else [nn.Parameter(torch.randn(8))]
 
     def twice(call: Callable[..., Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            y = torch.tanh(call(x, weight))
+            y = torch.tanh(call(x, weight, *more))
             if num_contexts == 1:
                 return call(y, weight)
         with torch.autocast("cpu", torch.bfloat16):
-            return call(y, weight)
+            return call(y, weight, *more)
 
     _plain(lambda: twice(F.linear))
-    wanted, weight.grad = weight.grad, None
+    wanted = [each.grad for each in (weight, *more)]
+    for each in (weight, *more):
+        each.grad = None
     _with_split(lambda: twice(linear), [weight])
-    assert same_bits(weight.grad, wanted)
+    assert all(same_bits(each.grad, want) for each, want in zip((weight, *more), wanted, strict=True))
 
 
 def test_a_bias_that_autocast_casts_for_two_uses_is_refused() -> None:
