@@ -144,9 +144,7 @@ class RankStages:
         make_loss = loss_function if self._parts is None else self._parts.loss_function
         loss = make_loss(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
-        if any(
-            part.kind is Kind.BACKWARD_WEIGHT for row in self._schedule.actions for each in row for part in each.parts
-        ):
+        if self._schedule.splits_backwards:
             how["weight_gradients"] = WeightGradients(may_be_idle=True)
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 
