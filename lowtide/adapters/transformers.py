@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lowtide import ConfigError
-from lowtide.adapters.attach import Attached, Wish, shown
+from lowtide.adapters.attach import Attached, shown
 
 
 class TideCallback(TrainerCallback):
@@ -53,9 +53,7 @@ class TideCallback(TrainerCallback):
         engine: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.attached = Attached(
-            Wish(where="TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
-        )
+        self.attached = Attached("TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
         self._logs_to_all = False
         """It comes before Trainer's reporters, and gives them its figures."""
         self._checkpoints_again: Callable[[], None] | None = None

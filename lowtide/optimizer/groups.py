@@ -136,15 +136,12 @@ class GroupSnapshot:
         return not same_value(self._frozen[number].get(key, then), now)
 
     def _changes_in(self, number: int, part: dict[str, Any]) -> dict[str, Any]:
-        before, frozen = self._values[number], self._frozen[number]
+        before = self._values[number]
         changes: dict[str, Any] = {}
         for key in before.keys() | (part.keys() - set(_MEMBERS)):
             then, now = before.get(key, _ABSENT), part.get(key, _ABSENT)
-            if now is then:
-                if key in self._versions[number] and version_of(now) != self._versions[number][key]:
-                    changes[key] = _InPlace(now.detach().clone())
-            elif not same_value(frozen.get(key, then), now):
-                changes[key] = now
+            if self._is_other(number, key, then, now):
+                changes[key] = _InPlace(now.detach().clone()) if now is then else now
         self._restore_tensors(number)
         return changes
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +40,7 @@ from lowtide.engines.tiers.disk import CHUNK_BYTES
 from lowtide.engines.tiers.host_buffers import HEAP_SLACK_BYTES
 from lowtide.errors import ConfigError, TierFull
 from lowtide.optimizer.buckets import LEAST_BYTES
+from lowtide.optimizer.groups import OwnedHook
 from lowtide.optimizer.requests import check_names, engine_for, tiers_from
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
 from lowtide.profiling.layers import MIN_BYTES, can_move, find_layers, times_used
@@ -376,7 +376,7 @@ class WeightSwap:
         if optimizer is not None and self.weights:
             size = "auto" if bucket_bytes is None else bucket_bytes
             self.optimizer_swap = swap_optimizer(
-                optimizer, overlap=update, bucket_bytes=size, engine=moves.engine, weights=self
+                optimizer, overlap=update, bucket_bytes=size, engine=moves.engine, weights=self.holding
             )
         self._place_all({*parameters_of(optimizer)} if optimizer is not None and update == "step" else set())
         for item in self.weights.values():
@@ -425,8 +425,9 @@ class WeightSwap:
         undo.append(self.model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove)
         undo.append(self.model.register_state_dict_post_hook(lambda *words: self._shown_in(words[1])).remove)
         for parameter, item in self._gradients.items():
-            undo.append(parameter.register_hook(_hook(self, item, WeightSwap._before_gradient)).remove)
-            complete = _hook(self, item, WeightSwap._after_gradient)
+            begins = OwnedHook(self, lambda swap, _, item=item: swap._before_gradient(item))
+            undo.append(parameter.register_hook(begins).remove)
+            complete = OwnedHook(self, lambda swap, _, item=item: swap._after_gradient(item))
             undo.append(parameter.register_post_accumulate_grad_hook(complete).remove)
         if optimizer is not None:
             undo.append(optimizer.register_step_post_hook(lambda *_: self.flush()).remove)
@@ -471,7 +472,7 @@ class WeightSwap:
         before.detach()
         how: Any = {"resident": resident, "bucket_bytes": bucket_bytes, "num_buffers": num_buffers}
         self.optimizer_swap = swap_optimizer(
-            before.optimizer, overlap="in_backward", engine=self._moves.engine, weights=self, **how
+            before.optimizer, overlap="in_backward", engine=self._moves.engine, weights=self.holding, **how
         )
 
     def move_only(self, names: Collection[str], window_bytes: int) -> None:
@@ -532,7 +533,7 @@ class WeightSwap:
         """Have the part's weights there when its backward begins."""
         if are_transforms_active():
             return
-        hook = _hook(self, unit, WeightSwap._backward)
+        hook = OwnedHook(self, lambda swap, _: swap._backward(unit))
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(hook)
@@ -779,15 +780,3 @@ class WeightSwap:
             f"(window {format_bytes(stats.window_bytes)}); {format_bytes(stats.fetched_bytes)} fetched, "
             f"{format_bytes(stats.sent_bytes)} sent, {stats.stall_seconds:.3f} s waited"
         )
-
-
-def _hook(swap: WeightSwap, subject: Any, call: Callable[[WeightSwap, Any], None]) -> Callable[..., None]:
-    """A hook that does not keep the handle alive: parameters and graphs may live longer."""
-    me = weakref.ref(swap)
-
-    def hook(*_: Any) -> None:
-        found = me()
-        if found is not None:
-            call(found, subject)
-
-    return hook

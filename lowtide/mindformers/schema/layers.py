@@ -14,7 +14,7 @@ The result of resolving the two sections: a plan for each layer, with its log li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from lowtide.mindformers.schema.names import (
     find,
     is_within,
     judge,
+    lookup,
     matches_everything,
     nearest,
     operator_in,
@@ -192,16 +193,17 @@ class Work:
             if matches_everything(pattern):
                 self._everything(selection.path, pattern)
             found = self._find(pattern, index, selection.path, is_default=selection.is_default)
+            tree = self.trees[index] if only_operators and found.reading != "alias" else None
             for group in found.groups:
-                matches = [match for match in group if not (only_operators and match.is_op is False)]
-                for match in group:
-                    if match not in matches:
-                        self._module_where_operator(key, match.name, selection.path)
-                for match in matches:
-                    why.setdefault(match.name, self.issues.where(selection.path))
-                    if names.setdefault(match.name, pattern) != pattern:
-                        self._twice(selection.path, match.name, names[match.name], pattern)
-                logged += [match.name for match in matches[-1:]] if not found.translated else []
+                modules = [name for name in group if isinstance(lookup(name, tree), Mapping)]
+                named = [name for name in group if name not in modules]
+                for name in modules:
+                    self._module_where_operator(key, name, selection.path)
+                for name in named:
+                    why.setdefault(name, self.issues.where(selection.path))
+                    if names.setdefault(name, pattern) != pattern:
+                        self._twice(selection.path, name, names[name], pattern)
+                logged += named[-1:] if not found.translated else []
             logged += found.logged if found.translated else []
         if key == "select_recompute":
             self._check_overlaps(names, key, index)
@@ -276,9 +278,9 @@ class Work:
             if entry is None:
                 continue
             found = self._find(pattern, index, entry.path, is_default=self.swap.is_default)
-            for match in found.matches:
-                asked.pop(match.name, None)
-                asked[match.name] = (entry.prefetch, entry.path)
+            for name in found.names:
+                asked.pop(name, None)
+                asked[name] = (entry.prefetch, entry.path)
             for name in found.logged:
                 logged.append(f"{name if '.' in name else '.' + name}, value={entry.prefetch}")
         if logged:
@@ -330,7 +332,7 @@ class Work:
             if not selection.covers(following):
                 continue
             found = find(pattern, self.trees[following], is_default=selection.is_default)
-            if any("input_norm" in roles_of(match.name, self.trees[following]) for match in found.matches):
+            if any("input_norm" in roles_of(name, self.trees[following]) for name in found.names):
                 return True
         return False
 
@@ -387,8 +389,8 @@ def _report_pattern(work: Work, path: str, pattern: str, found: list[Found]) -> 
             path, f"'{pattern}' has plain dots, with which upstream matches nothing; read as '{separated}'"
         )
     elif "alias" in readings and "exact" not in readings:
-        names = next(one for one in found if one.reading == "alias").matches
-        shown = ", ".join(f"'{match.name}'" for match in names)
+        names = next(one for one in found if one.reading == "alias").names
+        shown = ", ".join(f"'{name}'" for name in names)
         if work.issues.compat and family_of(work.trees[0]) in ("legacy", "mcore"):
             work.issues.warn(path, f"'{pattern}' is a Hugging Face name, which upstream does not know; read as {shown}")
         else:

@@ -102,19 +102,12 @@ def merged_config(memory: Any, budget: int | str | None, host_budget: int | str 
     if memory is None or isinstance(memory, Mapping):
         config = load_memory({**(memory or {}), **changes})
     else:
-        config = load_memory(memory)
-        if changes:
-            config = dataclasses.replace(config, **dataclasses.asdict(_sizes(changes)))
+        config, parsed = load_memory(memory), load_memory(changes)
+        config = dataclasses.replace(config, **{key: getattr(parsed, key) for key in changes})
     if not config.has_budget:
         raise ConfigError("memory.budget: a budget is needed to plan for; write e.g. budget='20GiB'")
     check_unit("memory.budget", config.budget)
     return config
-
-
-def _sizes(changes: Mapping[str, int | str]) -> Any:
-    parsed = load_memory(changes)
-    made = dataclasses.make_dataclass("Sizes", list(changes))
-    return made(**{key: getattr(parsed, key) for key in changes})
 
 
 def hardware_of(model: nn.Module) -> str:
