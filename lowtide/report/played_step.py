@@ -114,13 +114,12 @@ def play(
     """`plan`, which was solved for `profile` under the rules of `config`, with these costs of the runtime itself."""
     costs = costs.on(profile.device)
     profile = charged(profile, costs)
-    layers = tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
     how: Any = {"has_gradients": has_gradients, "layer_seconds": costs.layer_seconds}
     placed = plan.optimizer
     shares: StateShares | None = None
     if placed is not None and placed.overlap == "in_backward":
         shares = in_turn_of(plan.weights, placed, profile, config, link)
-    problem = problem_of(profile, config, layers=layers, shares=shares, **how)
+    problem = problem_of(profile, config, layers=plan.rerun_layers, shares=shares, **how)
     again = _second_runs(problem)
     is_plain = shares is None and not again.any()
     plain_problem = problem if is_plain else problem_of(profile, config, has_gradients=has_gradients, layers=())

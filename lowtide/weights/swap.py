@@ -128,19 +128,6 @@ class HeldWeight:
         return self._view.over(self._swap.storage_of(self._item, self._unit))
 
 
-class _Elsewhere:
-    """A saved tensor that hooks around the layer have taken."""
-
-    __slots__ = ("_unpack", "_value")
-
-    def __init__(self, value: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self._value = value
-        self._unpack = unpack
-
-    def open(self) -> torch.Tensor:
-        return self._unpack(self._value)
-
-
 def swap_weights(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -421,7 +408,8 @@ class WeightSwap:
             for inner in module.modules():
                 own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
                 if own:
-                    undo.append(inner.register_load_state_dict_pre_hook(self._before_load(own)).remove)
+                    bring = inner.register_load_state_dict_pre_hook(lambda *_, own=own: self._moves.bring(own))
+                    undo.append(bring.remove)
         undo.append(self.model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove)
         undo.append(self.model.register_state_dict_post_hook(lambda *words: self._shown_in(words[1])).remove)
         for parameter, item in self._gradients.items():
@@ -630,19 +618,15 @@ class WeightSwap:
             return contextlib.nullcontext()
         hooks = top_saved_tensors_hooks()
         if hooks is None:
-            return saved_tensors_hooks(self._pack_alone, open_handle)
+            return saved_tensors_hooks(lambda tensor: self.hold(tensor) or Kept(tensor), open_handle)
         module = getattr(hooks[0], "__module__", "")
         if module.startswith("lowtide.") or module == "torch.utils.checkpoint":
             return contextlib.nullcontext()
         pack, unpack = hooks
-
-        def pack_beside(tensor: torch.Tensor) -> Any:
-            return self.hold(tensor) or _Elsewhere(pack(tensor), unpack)
-
-        return saved_tensors_hooks(pack_beside, open_handle)
-
-    def _pack_alone(self, tensor: torch.Tensor) -> Any:
-        return self.hold(tensor) or Kept(tensor)
+        return saved_tensors_hooks(
+            lambda tensor: self.hold(tensor) or pack(tensor),
+            lambda held: held.open() if isinstance(held, HeldWeight) else unpack(held),
+        )
 
     def hold(self, tensor: torch.Tensor) -> HeldWeight | None:
         """A handle on a saved tensor that shows a swapped weight; None for any other."""
@@ -739,9 +723,6 @@ class WeightSwap:
         finally:
             self._moves.open.remove(items)
             self.flush()
-
-    def _before_load(self, items: list[Movable]) -> Callable[..., None]:
-        return lambda *_: self._moves.bring(items)
 
     def _shown_in(self, state_dict: dict[str, Any]) -> None:
         """A checkpoint is made: of weights that are away, it has the tensors in main memory."""
