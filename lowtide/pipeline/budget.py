@@ -299,14 +299,7 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 
 def _plan_of_state(found: RankPlan, config: MemoryConfig) -> Plan:
     """Where the optimizer's state goes, and what that may take."""
-    return Plan(
-        layers=(),
-        min_bytes=0,
-        host_budget_bytes=config.host_budget,
-        disk_budget_bytes=config.disk_budget,
-        disk_path=None if config.disk_path is None else str(config.disk_path),
-        optimizer=found.optimizer,
-    )
+    return Plan(layers=(), min_bytes=0, **config.tier_limits, optimizer=found.optimizer)
 
 
 class StagePlans:

@@ -28,7 +28,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ from lowtide.optimizer.groups import OwnedHook
 from lowtide.optimizer.requests import check_names, engine_for, tiers_from
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
 from lowtide.profiling.layers import MIN_BYTES, can_move, find_layers, times_used
-from lowtide.runtime.saved.handle import Kept, open_handle
+from lowtide.runtime.saved.handle import Kept, Shared, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, patched_module
 from lowtide.runtime.session.wrap import NO_HOOKS
 from lowtide.tensors.compiled import compiled_parts
@@ -60,7 +60,7 @@ from lowtide.tensors.private import (
     tree_leaves,
 )
 from lowtide.tensors.ranks import has_company
-from lowtide.tensors.view import Shape, View
+from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import is_distributed
 from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
@@ -110,22 +110,16 @@ class _Unit:
         return sum(item.nbytes for item in self.items)
 
 
-class HeldWeight:
-    """What autograd holds instead of a weight, or of a view of one."""
+class _Stay(NamedTuple):
+    """A weight during the backward of a part: what autograd's handles on it share."""
 
-    __slots__ = ("_item", "_swap", "_unit", "_view")
+    swap: WeightSwap
+    item: Movable
+    unit: _Unit
 
-    def __init__(self, swap: WeightSwap, item: Movable, unit: _Unit, tensor: torch.Tensor) -> None:
-        self._swap = swap
-        self._item = item
-        self._unit = unit
-        with quiet():
-            self._view = View(tensor)
-
-    def open(self) -> torch.Tensor:
-        """The tensor, fetched if need be. Raises RuntimeError if it was modified in place since it was saved."""
-        self._view.check()
-        return self._view.over(self._swap.storage_of(self._item, self._unit))
+    def read(self) -> torch.UntypedStorage:
+        """Its bytes on the device, fetched if need be."""
+        return self.swap.storage_of(self.item, self.unit)
 
 
 def swap_weights(
@@ -612,7 +606,7 @@ class WeightSwap:
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
     def _holding_saved(self) -> contextlib.AbstractContextManager[Any]:
-        """Hooks around a part's forward that give `HeldWeight`s for weights. The hooks of a plan call `hold` by
+        """Hooks around a part's forward that give handles for weights. The hooks of a plan call `hold` by
         themselves; a checkpoint region saves nothing."""
         if not torch.is_grad_enabled() or not are_saved_tensors_hooks_enabled() or are_transforms_active():
             return contextlib.nullcontext()
@@ -625,10 +619,10 @@ class WeightSwap:
         pack, unpack = hooks
         return saved_tensors_hooks(
             lambda tensor: self.hold(tensor) or pack(tensor),
-            lambda held: held.open() if isinstance(held, HeldWeight) else unpack(held),
+            lambda held: held.open() if isinstance(held, Shared) else unpack(held),
         )
 
-    def hold(self, tensor: torch.Tensor) -> HeldWeight | None:
+    def hold(self, tensor: torch.Tensor) -> Shared | None:
         """A handle on a saved tensor that shows a swapped weight; None for any other."""
         if type(tensor) not in PLAIN_TYPES or not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
@@ -636,7 +630,8 @@ class WeightSwap:
         if item is None or item.is_gradient:
             return None
         unit = next((unit for unit in reversed(self._open) if item in unit.items), self._unit_of[item])
-        return HeldWeight(self, item, unit, tensor)
+        with quiet():
+            return Shared(_Stay(self, item, unit), tensor)
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether this is a weight that comes and goes."""
