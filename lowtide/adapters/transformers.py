@@ -92,12 +92,10 @@ class TideCallback(TrainerCallback):
         callbacks.insert(0, self)
         self._logs_to_all = True
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
         self.attached.step_begins()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         self.attached.step_ends()
 
     def on_log(
@@ -114,9 +112,7 @@ class TideCallback(TrainerCallback):
             if self._logs_to_all and logs is not None:
                 logs.update(figures)  # Trainer gives one and the same dictionary to all callbacks
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         self.remove()
 
     def _take_over(self, model: Any, args: TrainingArguments, *, speaks: bool) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.played_step import OWNERS, Played, thinned_starts
 from lowtide.report.report import NOTHING, Measured, StepRow
 from lowtide.units import GIB, MIB, format_bytes
 
@@ -57,7 +57,7 @@ def memory_picture(played: Played, measured: Measured = NOTHING) -> str:
         figure.set_size_inches(9.2, 3.6)
         panel = figure.subplots()
         scale, unit = byte_unit(max(played.curve.plain_bytes))
-        starts = _thinned_starts(len(played.starts))
+        starts = thinned_starts(len(played.starts), _MOST_POINTS)
         times, time_word = time_unit(played.step_seconds)
         x = np.append(np.array(played.starts)[starts], played.step_seconds) * times
         shown = _fullest(np.array(played.curve.planned_bytes), starts)
@@ -230,11 +230,6 @@ def _style() -> Any:
 def _step(values: np.ndarray) -> np.ndarray:
     """For `steps-post`: the last value holds to the end."""
     return np.append(values, values[-1])
-
-
-def _thinned_starts(num_ticks: int) -> np.ndarray:
-    count = min(_MOST_POINTS, num_ticks)
-    return np.unique(np.arange(count) * num_ticks // count)
 
 
 def _fullest(totals: np.ndarray, starts: np.ndarray) -> np.ndarray:

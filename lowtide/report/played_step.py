@@ -52,13 +52,18 @@ class Curve:
 
     def thinned(self, max_points: int) -> dict[str, list[float] | list[int]]:
         """Lists for JSON of at most `max_points` points; each has the most bytes of the ticks that it stands for."""
-        num_ticks = len(self.seconds)
-        starts = np.unique(np.arange(min(max_points, num_ticks)) * num_ticks // min(max_points, num_ticks))
+        starts = thinned_starts(len(self.seconds), max_points)
         return {
             "start_seconds": (np.cumsum(self.seconds) - self.seconds)[starts].tolist(),
             "plain_bytes": np.maximum.reduceat(self.plain_bytes, starts).tolist(),
             "planned_bytes": np.maximum.reduceat(self.planned_bytes, starts).tolist(),
         }
+
+
+def thinned_starts(num_ticks: int, max_points: int) -> np.ndarray:
+    """Where at most so many parts of the ticks begin, all about equal."""
+    count = min(max_points, num_ticks)
+    return np.unique(np.arange(count) * num_ticks // count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ The result of resolving the two sections: a plan for each layer, with its log li
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,16 +170,8 @@ class Work:
             why=why,
             comm_why=comm_why,
         )
-        for target, prefetch, path, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
-            if not verdict.is_swapped:
-                plan.swap_lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
-                continue
-            plan.swap_ops[target] = prefetch
-            why.setdefault(target, self.issues.where(path))
-            if verdict.holes:
-                plan.swap_holes[target] = list(verdict.holes)
-            if verdict.reader:
-                plan.swap_stays[target] = verdict.reader
+        if self.swap.is_on:
+            self._swap(plan, ops)
         return plan
 
     def _select(self, key: str, index: int, why: dict[str, str]) -> list[str]:
@@ -265,8 +257,9 @@ class Work:
 
     # ---- swap
 
-    def _swap(self, index: int, ops: list[str], *, is_full: bool) -> Iterator[tuple[str, Prefetch, str, Verdict]]:
-        """The parts of a layer that are to be swapped, with prefetch and rule, and what recompute leaves of each."""
+    def _swap(self, plan: LayerPlan, ops: list[str]) -> None:
+        """Fill in which parts of a layer are swapped, and what recompute, that of `ops` too, leaves of each."""
+        index, is_full = plan.index, plan.full_recompute
         asked: dict[str, tuple[Prefetch, str]] = {}
         entry = first_entry(self.swap.layers, index)
         if entry is not None:
@@ -286,7 +279,16 @@ class Work:
         if logged:
             self.lines.append(f"Set op_swap at layer {index}: {', '.join(logged)}")
         for target, (prefetch, path) in asked.items():
-            yield target, prefetch, path, self._judge(target, path, index, ops, is_full=is_full)
+            verdict = self._judge(target, path, index, ops, is_full=is_full)
+            if not verdict.is_swapped:
+                plan.swap_lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
+                continue
+            plan.swap_ops[target] = prefetch
+            plan.why.setdefault(target, self.issues.where(path))
+            if verdict.holes:
+                plan.swap_holes[target] = list(verdict.holes)
+            if verdict.reader:
+                plan.swap_stays[target] = verdict.reader
 
     def _judge(self, target: str, path: str, index: int, ops: list[str], *, is_full: bool) -> Verdict:
         """What recompute leaves of a swapped part; says why for what it does not leave."""
