@@ -102,12 +102,6 @@ class Plan:
         return self.rules.does_nothing
 
     @property
-    def rerun_layers(self) -> tuple[str, ...]:
-        """The layers that run again as a whole."""
-        decide = self.rules.decide
-        return tuple(name for name in self.layers if decide(name, is_site=False).fate is Fate.RECOMPUTE)
-
-    @property
     def moves_weights(self) -> bool:
         """Whether the weights of some layers are elsewhere until their turn."""
         return self.weights is not None and self.weights.moved_bytes > 0

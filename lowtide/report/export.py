@@ -247,7 +247,7 @@ def _mindformers(plan: Plan, profile: Profile) -> Iterator[Setting]:
 def _as_mindformers(plan: Plan, profile: Profile) -> Setting | None:
     """The plan in its words. None where it swaps nothing that has a name: then a number counts layers."""
     able = set(can_rerun(profile))
-    layers = tuple(name for name in plan.rerun_layers if name in able)
+    layers = tuple(name for name in plan.rules.rerun(plan.layers) if name in able)
     stays = {name for call in profile.calls if call.name in layers for name in call.inputs}
     made, swapped = (_named(plan, fate, layers) for fate in (Fate.RECOMPUTE, Fate.SWAP))
     recipes = {node.name: node.recipe for node in profile.nodes if node.recipe is not None}

@@ -124,7 +124,7 @@ def play(
     shares: StateShares | None = None
     if placed is not None and placed.overlap == "in_backward":
         shares = in_turn_of(plan.weights, placed, profile, config, link)
-    problem = problem_of(profile, config, layers=plan.rerun_layers, shares=shares, **how)
+    problem = problem_of(profile, config, layers=plan.rules.rerun(plan.layers), shares=shares, **how)
     again = _second_runs(problem)
     is_plain = shares is None and not again.any()
     plain_problem = problem if is_plain else problem_of(profile, config, has_gradients=has_gradients, layers=())

@@ -24,6 +24,7 @@ from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace
+from lowtide.profiling.observe_step import device_of
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware, memory_of_hardware
@@ -57,7 +58,7 @@ def plan(
     config = merged_config(memory, budget, host_budget)
     refuse_compiled(model, "lowtide.plan", parts=True)
     optimizer = optimizer_of(optimizer, "lowtide.plan")
-    name = hardware_of(model) if hardware is None else hardware
+    name = hardware_of_device(device_of(model)) if hardware is None else hardware
     chosen = name if isinstance(name, Hardware) else load_hardware(name)
     if progress is not None:
         progress("tracing one step")
@@ -108,11 +109,6 @@ def merged_config(memory: Any, budget: int | str | None, host_budget: int | str 
         raise ConfigError("memory.budget: a budget is needed to plan for; write e.g. budget='20GiB'")
     check_unit("memory.budget", config.budget)
     return config
-
-
-def hardware_of(model: nn.Module) -> str:
-    """The name of the hardware file for the device that the model is on. Raises ConfigError for one without a file."""
-    return hardware_of_device(next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
 
 
 def hardware_of_device(device: torch.device) -> str:

@@ -178,7 +178,7 @@ def warn_about_checkpointing(model: nn.Module) -> None:
 
 def warn_about_parts(model: nn.Module, plan: Plan) -> None:
     """A rule about a part of a recomputed layer, or of a compiled module, has no effect there, and says so."""
-    compiled, names, layers = [*compiled_parts(model)], module_names(model), plan.rerun_layers
+    compiled, names, layers = [*compiled_parts(model)], module_names(model), plan.rules.rerun(plan.layers)
     why_layer = (
         "a recomputed layer holds on to nothing but its inputs. To treat its parts differently, name the modules to "
         "recompute instead of the layer."
