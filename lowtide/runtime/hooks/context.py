@@ -61,7 +61,7 @@ class PlanContext:
     keeps_collectives: bool = False
     """What collectives give in recomputed layers is kept, and they are not issued again."""
     slices: Callable[..., Any] | None = None
-    """Gives another handle on an input of a recomputed layer, which may have a slice of it alone. None: all stay whole."""
+    """Gives a handle with a slice of an input of a recomputed layer, where that can be; None: inputs are kept whole."""
     unplanned: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
 
