@@ -99,8 +99,11 @@ class Sections:
             num_layers = self.num_layers
             if isinstance(num_layers, int):
                 num_layers += self.num_extra_layers
-        split = (1, 1, 0) if self.is_newer else (self.pipeline_stage, self.pp_interleave_num, self.offset)
-        grid = make_grid(num_layers, *split, issues, zero_bubble_v=self.zero_bubble_v and not self.is_newer)
+        if not self.is_newer:
+            split = (self.pipeline_stage, self.pp_interleave_num, self.offset)
+            grid = make_grid(num_layers, *split, issues, zero_bubble_v=self.zero_bubble_v)
+        else:
+            grid = make_grid(num_layers, 1, 1, 0, issues)
         trees = trees_of(names, num_layers, issues)
         indices = range(num_layers) if held is None else held
         if not self.is_newer:
