@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -393,9 +392,7 @@ class ExchangeWatch:
         self.backward_half = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._token is not None
         running_half.reset(self._token)
         self.backward_half = None
