@@ -78,7 +78,7 @@ from lowtide.pipeline.torch_stage import (
     with_places,
 )
 from lowtide.pipeline.transport import GroupTransport
-from lowtide.pipeline.weight_gradients import WeightGradients, patch_linears, weights_behind
+from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import tree_leaves
 
@@ -153,12 +153,12 @@ class Pipeline:
         if num_ranks > 1:
             note = FailureNote(f"lowtide/pipeline/{name}", num_ranks)
             self.transport = GroupTransport(group, _device_of(self.stages), note)
+        if weight_gradients is not None:
+            weight_gradients.enter(self.stages.values())
         self._walk: _Walk | None = None
         """Of the step that is under way."""
         self._runtime: Any = None
         """Torch's; made for the first step."""
-        self.linears = patch_linears(self.stages.values()) if weight_gradients is not None else []
-        """What has modules of the stages put weight gradients off, until `close`."""
         self.waits: Mapping[AnyAction, frozenset[Result]] = {}
         """Of actions of this rank: results that must not be held any more while it computes. Empty: whichever."""
         self.num_steps = 0
@@ -264,8 +264,8 @@ class Pipeline:
         """Have every I of this rank do the whole backward, where nobody has asked for W by name."""
         if self.weight_gradients is None or not self.weight_gradients.may_be_idle:
             return False
+        self.weight_gradients.leave()
         self.weight_gradients = None
-        self._undo_linears()
         return True
 
     @contextlib.contextmanager
@@ -279,13 +279,10 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads of the transport, and leave the stages as they were."""
-        self._undo_linears()
+        if self.weight_gradients is not None:
+            self.weight_gradients.leave()
         if self.transport is not None:
             self.transport.close()
-
-    def _undo_linears(self) -> None:
-        while self.linears:
-            self.linears.pop().undo()
 
     def _end(self, error: BaseException, at: str) -> None:
         """Tell the other ranks, and the reader of the traceback."""
@@ -514,9 +511,8 @@ class _Walk:
                 known.append(weight)
                 self._gradients.include(stage, weight)
         weights = self._pipeline.weight_gradients
-        patched = [patch.module.weight for patch in self._pipeline.linears]
         for weight in mixed:
-            if any(weight is each for each in patched):
+            if weights is not None and weights.has_entered(weight):
                 name = next(n for n, each in self._pipeline.stages[stage].named_parameters() if each is weight)
                 raise ConfigError(
                     f"pipeline: stage {stage} uses '{name}' in its nn.Linear and in another way, and its gradients "

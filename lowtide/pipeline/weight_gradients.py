@@ -3,7 +3,7 @@
 What: a schedule may split a backward into I, the gradient of the input that another rank waits for, and W, the
 gradients of the weights, which can fill a wait. Inside `forward(chunk)` `linear` and `grouped_linear` record a backward
 that, inside `put_off(chunk)`, gives the gradient of the input and keeps the weight's as a closure; `run(chunk)` runs
-those. A pipeline has the `nn.Linear` modules of its stages call `linear` (`patch_linears`).
+those. A pipeline has the `nn.Linear` modules of its stages call `linear` (`enter`).
 Why not autograd's graph, as torch's runtime splits it: its walk runs custom functions twice, and recomputes a
 checkpointed block once more for each group of parameters.
 Why a stand-in for the weight in the graph: a function that returned no gradient for the weight itself would still wake
@@ -150,6 +150,20 @@ class WeightGradients:
         """Stretches, in the order in which they were put off."""
         self._num_calls = 0
         """In chunks whose backward is over."""
+        self._linears: list[ForwardPatch] = []
+
+    def enter(self, stages: Collection[nn.Module]) -> None:
+        """Have the `nn.Linear` modules of these stages call `linear`, until `leave()`."""
+        self._linears += patch_linears(stages)
+
+    def leave(self) -> None:
+        """Leave the stages as they were. Idempotent."""
+        while self._linears:
+            self._linears.pop().undo()
+
+    def has_entered(self, weight: torch.Tensor) -> bool:
+        """Whether it is that of a module which calls `linear` for it."""
+        return any(patch.module.weight is weight for patch in self._linears)
 
     @contextlib.contextmanager
     def forward(self, chunk: Chunk) -> Iterator[None]:
