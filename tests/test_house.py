@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_571,
+    "lines": 58_591,
     "files": 240,
     "classes": 508,
     "files that one other file imports": 34,
