@@ -209,6 +209,13 @@ class Draws(Block):
         return self.act(self.a(x) * factor + torch.rand(WIDTH, generator=self.torchs)).square()
 
 
+class NotesOnWeight(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.a.weight
+        weight.num_calls = getattr(weight, "num_calls", 0) + 1
+        return self.act(self.a(x) * weight.num_calls).square()
+
+
 class MakesOnce(Block):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "mask"):
@@ -217,7 +224,7 @@ class MakesOnce(Block):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("block", [Counts, Remembers, WritesInPlace, Holds, Draws, MakesOnce])
+@pytest.mark.parametrize("block", [Counts, Remembers, WritesInPlace, Holds, Draws, NotesOnWeight, MakesOnce])
 def test_what_a_layer_moves_by_itself_is_put_back(block: type[nn.Module], way: str) -> None:
     assert_same(block, LAYER, WAYS[way])
     assert_same(block, SWAPPED, WAYS[way])
