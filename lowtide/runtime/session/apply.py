@@ -26,6 +26,7 @@ from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import attach_where, why_not
 from lowtide.profiling.layers import find_layers, named_layers
+from lowtide.profiling.observe_step import refuse_lazy
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
@@ -50,6 +51,7 @@ def apply(
     `moves_state`: also of the optimizer, if the plan says so; False where the caller sees to that (runtime/autopilot).
     """
     optimizer = checked(model, optimizer, "lowtide.apply")
+    refuse_lazy(model, "lowtide.apply")
     plan = plan_of(model, memory)
     if plan.moves_weights and swapped_weights_of(model) is None:
         raise ConfigError(
