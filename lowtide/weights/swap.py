@@ -432,6 +432,7 @@ class WeightSwap:
                         plain = torch.empty_strided(*item.shape[:2], dtype=item.shape.dtype, device=self.device)
                         tensor.data = plain.copy_(host)
                 moves.free(item)
+            moves.free_left()
             while self._undo:
                 self._undo[-1]()
                 self._undo.pop()
@@ -654,13 +655,14 @@ class WeightSwap:
             self._backward(unit)
             if not item.is_here:
                 self._moves.bring([item])
-            assert item.buffer is not None
-            return item.buffer
+            return item.parameter.untyped_storage() if item.buffer is None else item.buffer
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
     def _before_gradient(self, item: Movable) -> None:
         """A gradient is about to be added to one that has left."""
+        is_assigned = item.tensor is not None and not item.is_here and not item.is_away
+        (self._moves.assigned.add if is_assigned else self._moves.assigned.discard)(item)
         if item.is_away:
             self._moves.bring([item])
 
