@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_345,
+    "lines": 58_429,
     "files": 240,
     "classes": 500,
     "files that one other file imports": 34,

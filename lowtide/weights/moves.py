@@ -232,7 +232,11 @@ class WeightMoves:
     def _is_alike(self, item: Movable) -> bool:
         """Whether what is in the item's place could move as the item does."""
         tensor = item.tensor
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        if (
+            tensor is None
+            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.layout is not torch.strided
+        ):
             return False
         found = tensor.size(), tensor.dtype, tensor.device.type
         return found == (item.shape.size, item.shape.dtype, self.device.type)
