@@ -303,7 +303,7 @@ def patch_linears(stages: Collection[nn.Module]) -> list[ForwardPatch]:
         if type(module) is not nn.Linear or "forward" in vars(module) or number in compiled:
             continue
         if num_holders[id(vars(module)["_parameters"].get("weight"))] == 1:
-            found.append(ForwardPatch(module, functools.partial(_as_linear, module), owner=WeightGradients))
+            found.append(ForwardPatch(module, functools.partial(_as_linear, module), is_below=True))
     return found
 
 

@@ -396,9 +396,9 @@ class WeightSwap:
         undo = self._undo
         modules = {unit.module: unit for unit in self._units}
         if self.model not in modules:
-            undo.append(ForwardPatch(self.model, self._around_model, owner=self).undo)
+            undo.append(ForwardPatch(self.model, self._around_model, weights=self).undo)
         for module, unit in modules.items():
-            undo.append(ForwardPatch(module, self._around(unit), owner=self).undo)
+            undo.append(ForwardPatch(module, self._around(unit), weights=self).undo)
             for inner in module.modules():
                 own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
                 if own:
