@@ -74,7 +74,10 @@ def apply(
             first_layer=first_layer,
             tp_group=tp_group,
         )
-    _refuse_without_sections(first_layer, tp_group)
+    if first_layer is not None:
+        raise ConfigError("lowtide.apply: first_layer goes with a file that has recompute_config or swap_config only")
+    if tp_group is not None:
+        raise ConfigError("lowtide.apply: tp_group is for recompute_slice_activation of recompute_config; leave it out")
     if not isinstance(memory, Plan):
         memory = load_memory(memory)
         if memory.has_budget:
@@ -113,13 +116,6 @@ def optimize(
 
         how["place"] = functools.partial(PlacedWeights, model, config)
     return optimize_model(model, memory=config, **how)
-
-
-def _refuse_without_sections(first_layer: int | None, tp_group: Any) -> None:
-    if first_layer is not None:
-        raise ConfigError("lowtide.apply: first_layer goes with a file that has recompute_config or swap_config only")
-    if tp_group is not None:
-        raise ConfigError("lowtide.apply: tp_group is for recompute_slice_activation of recompute_config; leave it out")
 
 
 def _refuse_a_budget(memory: Any) -> None:

@@ -44,6 +44,7 @@ from lowtide.pipeline.experts import find_experts
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.schedule import Schedule, layers_of_stages
+from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.profiling.fake.trace import trace
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.runtime.saved.stats import Stats
@@ -143,6 +144,8 @@ class RankStages:
         make_loss = loss_function if self._parts is None else self._parts.loss_function
         loss = make_loss(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
+        if self._schedule.splits_backwards:
+            how["weight_gradients"] = WeightGradients(may_be_idle=True)
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 
     @property

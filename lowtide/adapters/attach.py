@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lowtide
@@ -27,50 +26,38 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """The settings of an adapter. `budget` and `memory` are those of `lowtide.optimize` and `lowtide.apply`."""
-
-    where: str
-    """The name that the user wrote, for messages."""
-    budget: int | str | None = None
-    memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None
-    engine: Any = None
-    say: Callable[[str], None] | None = None
-    """Gets a line when a plan is made. Absent: it is printed to stderr."""
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for a wish that asks for nothing, or for what cannot be."""
-        where = self.where
-        if self.budget is None and self.memory is None:
-            raise lowtide.ConfigError(
-                f"{where}: nothing to do; write budget='20GiB', or memory= with rules or the path of a YAML file"
-            )
-        if self.budget is not None and isinstance(self.memory, lowtide.Plan):
-            raise lowtide.ConfigError(f"{where}: memory is a plan, which has its budget; leave budget out")
-        if self.budget is not None:
-            try:  # now, and not when training begins
-                check_unit(f"{where}: budget", parse_budget(self.budget))
-            except ValueError as error:
-                raise lowtide.ConfigError(str(error) if where in str(error) else f"{where}: budget: {error}") from None
-
-    @property
-    def frees_gradients(self) -> bool:
-        """Whether `memory` asks for updates in backward, so that nothing can be done to all gradients after it."""
-        memory = self.memory
-        if isinstance(memory, lowtide.Plan):
-            return memory.optimizer is not None and memory.optimizer.overlap == "in_backward"
-        if memory is None or sections_in(memory) is not None:
-            return False
-        config = load_memory(memory) if self.budget is None else merged_config(memory, self.budget)
-        return config.optimizer == "in_backward" or config.weights != "keep"
-
-
 class Attached:
     """lowtide on one model, from `attach` to `remove`."""
 
-    def __init__(self, wish: Wish) -> None:
-        self.wish = wish
+    def __init__(
+        self,
+        where: str,
+        *,
+        budget: int | str | None = None,
+        memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None,
+        engine: Any = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """`where`: the name that the user wrote, for messages. `budget` and `memory` are those of `lowtide.optimize`
+        and `lowtide.apply`. `say` gets a line when a plan is made; absent, it is printed to stderr.
+
+        Raises ConfigError for a wish that asks for nothing, or for what cannot be."""
+        if budget is None and memory is None:
+            raise lowtide.ConfigError(
+                f"{where}: nothing to do; write budget='20GiB', or memory= with rules or the path of a YAML file"
+            )
+        if budget is not None and isinstance(memory, lowtide.Plan):
+            raise lowtide.ConfigError(f"{where}: memory is a plan, which has its budget; leave budget out")
+        if budget is not None:
+            try:  # now, and not when training begins
+                check_unit(f"{where}: budget", parse_budget(budget))
+            except ValueError as error:
+                raise lowtide.ConfigError(str(error) if where in str(error) else f"{where}: budget: {error}") from None
+        self.where = where
+        self.budget = budget
+        self.memory = memory
+        self._engine = engine
+        self._say = say
         self.tide: Any = None
         """The handle in force, or the last one; None before `attach`."""
         self._step_began: float | None = None
@@ -87,29 +74,39 @@ class Attached:
         freed in backward.
         """
         self.remove()
-        if needs and self.wish.frees_gradients:
+        if needs and self._frees_gradients:
             raise lowtide.ConfigError(
-                f"{self.wish.where}: memory updates each parameter in backward and frees its gradient, and {needs} "
+                f"{self.where}: memory updates each parameter in backward and frees its gradient, and {needs} "
                 "needs all gradients after that; leave out weights, and write optimizer: auto"
             )
         if lowtide.current(model) is not None:
             lowtide.remove(model)
             if speaks:
                 self.tell("lowtide: another plan was on this model; it is taken off, and this one begins")
-        wish = self.wish
-        how: dict[str, Any] = {"optimizer": optimizer, "engine": wish.engine}
+        how: dict[str, Any] = {"optimizer": optimizer, "engine": self._engine}
         if speaks:
             self._listener = Listener(self.tell)
         self._step_began = None
         self._took.clear()
         try:
-            if wish.budget is not None:
-                self.tide = lowtide.optimize(model, budget=wish.budget, memory=wish.memory, **how)
+            if self.budget is not None:
+                self.tide = lowtide.optimize(model, budget=self.budget, memory=self.memory, **how)
             else:
-                self.tide = lowtide.apply(model, wish.memory, **how)
+                self.tide = lowtide.apply(model, self.memory, **how)
         except BaseException:
             self._hear_no_more()
             raise
+
+    @property
+    def _frees_gradients(self) -> bool:
+        """Whether `memory` asks for updates in backward, so that nothing can be done to all gradients after it."""
+        memory = self.memory
+        if isinstance(memory, lowtide.Plan):
+            return memory.optimizer is not None and memory.optimizer.overlap == "in_backward"
+        if memory is None or sections_in(memory) is not None:
+            return False
+        config = load_memory(memory) if self.budget is None else merged_config(memory, self.budget)
+        return config.optimizer == "in_backward" or config.weights != "keep"
 
     def remove(self) -> None:
         """Make the model plain again. Idempotent; `tide` stays readable."""
@@ -123,8 +120,8 @@ class Attached:
 
     def tell(self, line: str) -> None:
         """Say a line to the user."""
-        if self.wish.say is not None:
-            self.wish.say(line)
+        if self._say is not None:
+            self._say(line)
         else:
             sys.stderr.write(line + "\n")
 

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lowtide import ConfigError
-from lowtide.adapters.attach import Attached, Wish, shown
+from lowtide.adapters.attach import Attached, shown
 
 
 class TideCallback(Callback):
@@ -46,7 +46,7 @@ class TideCallback(Callback):
         engine: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.attached = Attached(Wish(where="TideCallback", budget=budget, memory=memory, engine=engine, say=say))
+        self.attached = Attached("TideCallback", budget=budget, memory=memory, engine=engine, say=say)
         self._module = module
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from lowtide import ConfigError
-from lowtide.adapters.attach import Attached, Wish, shown
+from lowtide.adapters.attach import Attached, shown
 
 
 def with_lowtide(
@@ -46,8 +46,8 @@ def with_lowtide(
     `budget`, `memory`, `engine`, `say`: as for `lowtide.adapters.transformers.TideCallback`. The handle, once there is
     one, is `config.activation_checkpoint.tide`. Raises ConfigError for a wish that asks for nothing.
     """
-    wish = Wish(where="with_lowtide", budget=budget, memory=memory, engine=engine, say=say)
-    place = TideInPlace(wish)
+    attached = Attached("with_lowtide", budget=budget, memory=memory, engine=engine, say=say)
+    place = TideInPlace(attached)
     config.activation_checkpoint = place
     spec = config.model_spec
     attach = functools.partial(place.attach_after, spec.post_optimizer_build_fn)
@@ -60,8 +60,8 @@ class TideInPlace:
 
     tide, stats = shown("tide"), shown("stats")
 
-    def __init__(self, wish: Wish) -> None:
-        self.attached = Attached(wish)
+    def __init__(self, attached: Attached) -> None:
+        self.attached = attached
         self._reminder: Any = None
 
     def build(self, **given: Any) -> TideInPlace:
@@ -107,9 +107,8 @@ class TideInPlace:
 
     def to_dict(self) -> dict[str, Any]:
         """As torchtitan's configs, for its log of a run."""
-        wish = self.attached.wish
-        memory = wish.memory if isinstance(wish.memory, str | dict) else repr(wish.memory)
-        return {"lowtide": {"budget": wish.budget, "memory": memory}}
+        budget, memory = self.attached.budget, self.attached.memory
+        return {"lowtide": {"budget": budget, "memory": memory if isinstance(memory, str | dict) else repr(memory)}}
 
 
 def _never_attached(model: nn.Module, args: tuple) -> None:

@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lowtide import ConfigError
-from lowtide.adapters.attach import Attached, Wish, shown
+from lowtide.adapters.attach import Attached, shown
 
 
 class TideCallback(TrainerCallback):
@@ -53,9 +53,7 @@ class TideCallback(TrainerCallback):
         engine: Any = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.attached = Attached(
-            Wish(where="TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
-        )
+        self.attached = Attached("TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
         self._logs_to_all = False
         """It comes before Trainer's reporters, and gives them its figures."""
         self._checkpoints_again: Callable[[], None] | None = None
@@ -94,12 +92,10 @@ class TideCallback(TrainerCallback):
         callbacks.insert(0, self)
         self._logs_to_all = True
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
         self.attached.step_begins()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         self.attached.step_ends()
 
     def on_log(
@@ -116,9 +112,7 @@ class TideCallback(TrainerCallback):
             if self._logs_to_all and logs is not None:
                 logs.update(figures)  # Trainer gives one and the same dictionary to all callbacks
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         self.remove()
 
     def _take_over(self, model: Any, args: TrainingArguments, *, speaks: bool) -> None:

@@ -7,7 +7,6 @@ roofline's. stdout has a short table, or nothing but the profile with `--json`. 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide.cli.plan import check_writable, write
@@ -102,12 +101,8 @@ def _by_layer(profile: Profile) -> tuple[dict[str | None, int], dict[tuple[str |
     num_ops: dict[str | None, int] = {}
     seconds: dict[tuple[str | None, bool], float] = {}
     for index, (name, taken) in enumerate(zip(profile.op_names, profile.op_seconds, strict=True)):
-        layer = _layer_of(name, profile.layers)
+        layer = next((layer for layer in profile.layers if name.startswith(f"{layer}.")), None)
         key = (layer, index >= profile.num_forward_ops)
         num_ops[layer] = num_ops.get(layer, 0) + 1
         seconds[key] = seconds.get(key, 0.0) + taken
     return num_ops, seconds
-
-
-def _layer_of(name: str, layers: Sequence[str]) -> str | None:
-    return next((layer for layer in layers if name.startswith(f"{layer}.")), None)

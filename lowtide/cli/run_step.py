@@ -228,7 +228,6 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
 
 
 def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
-
     return sharded_profile(whole, layer_bytes(run, whole.layers), sharding_of(run, ranks))
 
 

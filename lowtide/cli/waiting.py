@@ -13,7 +13,6 @@ import shutil
 import sys
 import threading
 import time
-from types import TracebackType
 
 _LEAST = 40
 """A narrower terminal is taken for this wide: no table can be read in it."""
@@ -54,9 +53,7 @@ class Waiting:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
         self._clear()

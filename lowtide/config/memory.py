@@ -154,6 +154,12 @@ class MemoryConfig:
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 
     @property
+    def tier_limits(self) -> dict[str, Any]:
+        """The fields of a `Plan` that say where bytes may go, and how many."""
+        path = None if self.disk_path is None else str(self.disk_path)
+        return {"host_budget_bytes": self.host_budget, "disk_budget_bytes": self.disk_budget, "disk_path": path}
+
+    @property
     def least_bytes(self) -> int:
         """`min_bytes`, or 1 MiB where it is absent."""
         return MIB if self.min_bytes is None else self.min_bytes
@@ -272,9 +278,7 @@ def plan_from_rules(config: MemoryConfig, layers: Sequence[str]) -> Plan:
         layers=tuple(layers),
         rules=config.rules(),
         min_bytes=config.least_bytes,
-        host_budget_bytes=config.host_budget,
-        disk_budget_bytes=config.disk_budget,
-        disk_path=None if config.disk_path is None else str(config.disk_path),
+        **config.tier_limits,
         check=config.check,
         optimizer=_ELSEWHERE.get(config.optimizer),
     )

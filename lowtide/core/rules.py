@@ -272,6 +272,10 @@ class Rules:
                     return Decision(fate=fate, prefetch=rule.prefetch, tier=rule.tier, reason=reason, rule=rule)
         return Decision(fate=Fate.KEEP, reason="no rule names it")
 
+    def rerun(self, layers: Iterable[str]) -> tuple[str, ...]:
+        """Those of these layers that run again as a whole."""
+        return tuple(name for name in layers if self.decide(name, is_site=False).fate is Fate.RECOMPUTE)
+
     def unmatched(self, names: Iterable[str]) -> list[Rule]:
         """Rules whose pattern matches none of the names (layers, modules and sites of the model)."""
         names = list(names)

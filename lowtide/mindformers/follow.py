@@ -277,7 +277,7 @@ class FilePlans:
         """Inputs are sliced, and results of collectives kept, where the file asks for it. There is no guard: nothing
         happens that is not written."""
         if self._tp_group is not None:
-            tide._context.slices = Slices(self._tp_group, self._say_once)
+            tide._context.slices = Slices(self._tp_group, self._say_once).instead_of
         if self.resolution.keeps_collectives:
             tide.keep_collectives()
 

@@ -39,12 +39,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema import Resolution
 from lowtide.mindformers.schema.issues import layers_text
-from lowtide.runtime.saved.handle import Kept
+from lowtide.runtime.saved.handle import Kept, Shared
 from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.fsdp import after_forward, fsdp_modules
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import storage_key, version_of
-from lowtide.tensors.view import View
 
 KEY_SLICES = "recompute_slice_activation"
 _MAX_CHUNK = 2**20
@@ -77,26 +76,11 @@ class InputSlice:
         self.group = group
         self.flat = flat.narrow(0, rank * self.nbytes, self.nbytes).clone()
 
-    def whole(self) -> torch.UntypedStorage:
+    def read(self) -> torch.UntypedStorage:
         """The storage with the parts of all ranks. Collective: all ranks must call it."""
         flat = self.flat.new_empty(self.nbytes * dist.get_world_size(self.group))
         dist.all_gather_into_tensor(flat, self.flat, group=self.group)
         return flat.untyped_storage()
-
-
-class Sliced:
-    """A saved tensor of which this rank holds only a part."""
-
-    __slots__ = ("part", "view")
-
-    def __init__(self, part: InputSlice, tensor: torch.Tensor) -> None:
-        self.part = part
-        self.view = View(tensor)
-
-    def open(self) -> torch.Tensor:
-        """The tensor, gathered. Raises RuntimeError if it was modified in place since it was saved."""
-        self.view.check()
-        return self.view.over(self.part.whole())
 
 
 class Slices:
@@ -126,7 +110,7 @@ class Slices:
         storage = tensor.untyped_storage()
         known = parts.get(storage_key(storage))
         if known is not None and not known[0].expired() and known[1] == version_of(tensor):
-            return Sliced(known[2], tensor)
+            return Shared(known[2], tensor)
         if type(handle) is not Kept or not handle.is_first:
             return handle
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -145,7 +129,7 @@ class Slices:
         part = InputSlice(flat, self.group, ledger)
         counters.kept_bytes += part.nbytes - storage.nbytes()
         parts[storage_key(storage)] = (StorageWeakRef(storage), version_of(tensor), part)
-        return Sliced(part, tensor)
+        return Shared(part, tensor)
 
     def _compare(self, bits: torch.Tensor, where: str) -> None:
         mine = torch.tensor([bits.numel(), _checksum(bits)], device=bits.device)

@@ -63,6 +63,8 @@ _ABSENT = object()
 
 Chosen = tuple[int, list[torch.Tensor]]
 """The number of a group, and some of its parameters."""
+Changes = dict[tuple[str, bool], Any]
+"""What a part of a step has left, by key; True: in the tensor that was there, by writing to it."""
 
 
 class GroupSnapshot:
@@ -74,7 +76,7 @@ class GroupSnapshot:
         self._frozen = [{key: _frozen(v) for key, v in values.items() if _can_change(v)} for values in self._values]
         self._names = [_names_of(group) for group in groups]
         self._versions = [_versions(values) for values in self._values]
-        self._changes: list[dict[str, Any] | None] = [None] * len(groups)
+        self._changes: list[Changes | None] = [None] * len(groups)
 
     def subset(self, chosen: Iterable[Chosen]) -> list[dict[str, Any]]:
         """Groups for one part of the step."""
@@ -99,7 +101,7 @@ class GroupSnapshot:
             elif not same_value(earlier, changes):
                 odd = next(key for key in {**earlier, **changes} if not same_value(earlier.get(key), changes.get(key)))
                 raise RuntimeError(
-                    f"param_groups[{number}]['{odd}'] was changed in different ways in two parts of one step: this "
+                    f"param_groups[{number}]['{odd[0]}'] was changed in different ways in two parts of one step: this "
                     "optimizer cannot be stepped in parts; call handle.detach()"
                 )
 
@@ -112,11 +114,11 @@ class GroupSnapshot:
         """Write to the user's own groups what all parts agreed on."""
         for number, changes in enumerate(self._changes):
             group = self._groups[number]
-            for key, value in (changes or {}).items():
+            for (key, is_in_place), value in (changes or {}).items():
                 if value is _ABSENT:
                     del group[key]
-                elif key in self._versions[number] and isinstance(value, _InPlace):
-                    group[key].copy_(value.tensor)
+                elif is_in_place:
+                    group[key].copy_(value)
                 else:
                     group[key] = value
 
@@ -135,16 +137,13 @@ class GroupSnapshot:
             return version_of(now) != self._versions[number][key]
         return not same_value(self._frozen[number].get(key, then), now)
 
-    def _changes_in(self, number: int, part: dict[str, Any]) -> dict[str, Any]:
-        before, frozen = self._values[number], self._frozen[number]
-        changes: dict[str, Any] = {}
+    def _changes_in(self, number: int, part: dict[str, Any]) -> Changes:
+        before = self._values[number]
+        changes: Changes = {}
         for key in before.keys() | (part.keys() - set(_MEMBERS)):
             then, now = before.get(key, _ABSENT), part.get(key, _ABSENT)
-            if now is then:
-                if key in self._versions[number] and version_of(now) != self._versions[number][key]:
-                    changes[key] = _InPlace(now.detach().clone())
-            elif not same_value(frozen.get(key, then), now):
-                changes[key] = now
+            if self._is_other(number, key, then, now):
+                changes[key, now is then] = now.detach().clone() if now is then else now
         self._restore_tensors(number)
         return changes
 
@@ -156,13 +155,6 @@ class GroupSnapshot:
                 with torch.no_grad():
                     tensor.copy_(self._frozen[number][key])
                 versions[key] = version_of(tensor)
-
-
-class _InPlace:
-    """What a tensor held after it was changed in place."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
 
 
 def _can_change(value: Any) -> bool:
@@ -184,8 +176,6 @@ def _names_of(group: dict[str, Any]) -> dict[torch.Tensor, Any] | None:
 
 def same_value(one: Any, other: Any) -> bool:
     """Equal, with tensors compared by their bytes."""
-    if isinstance(one, _InPlace) and isinstance(other, _InPlace):
-        return same_bytes(one.tensor, other.tensor)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and same_bytes(one, other)
     if type(one) is not type(other):

@@ -42,6 +42,7 @@ Cost: a few microseconds a parameter, and one wait for the device at `step()`: w
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -196,8 +197,8 @@ class InBackward:
         """Parameters whose gradient came in this backward pass."""
         self._freed: set[torch.Tensor] = set()
         """Parameters whose gradient was freed in some step, as long as gradients are set to zero between steps."""
-        self._stayed: set[torch.Tensor] = set()
-        """Parameters that had a gradient when the last step ended: what is done with those shows the habit."""
+        self._stayed: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {}
+        """Gradients that were there when the last step ended: what is done with those shows the habit."""
         self._pass = -1
         """The backward pass whose end is waited for. One that fails has none."""
         self.gradient_peak_bytes = 0
@@ -241,10 +242,7 @@ class InBackward:
                 "lowtide: a second backward pass before optimizer.step(): with overlap='in_backward' the first one has "
                 "updated this parameter already; use 'backward' to accumulate gradients"
             )
-        if self._stayed:
-            if all(p.grad is None for p in self._stayed if p is not parameter):
-                self._freed.clear()
-            self._stayed = set()
+        self._see_habit(parameter)
         if parameter in self._arrived:
             self._forget_arrivals()  # another pass, before anything of this could step in the last one
         self._step_complete()
@@ -254,6 +252,20 @@ class InBackward:
             self._add_loose(parameter)
         elif bucket.resident is None and parameter in self._had_gradient and self._is_complete(bucket):
             self._complete = bucket
+
+    def _see_habit(self, parameter: torch.Tensor | None = None) -> None:
+        """What was done with gradients after the last step, before another comes, or the next step: a gradient that was
+        set to zero is the object that it was. RuntimeError where it was left alone. `parameter`: its gradient came."""
+        stayed, self._stayed = self._stayed, {}
+        kept = {p: p.grad for p, gradient in stayed.items() if p.grad is not None and p.grad is gradient()}
+        if stayed and not kept:
+            self._freed.clear()
+        alone = next((g for p, g in kept.items() if p is not parameter), None)
+        if alone is not None and self._freed and bool(_values_of(alone).any()):
+            raise RuntimeError(
+                "lowtide: gradients of the last step are still there, to be added to or used again, and with "
+                "overlap='in_backward' most of them were freed: call zero_grad() after each step, or use 'backward'"
+            )
 
     def _note(self, parameter: torch.Tensor) -> None:
         self._arrived.add(parameter)
@@ -367,6 +379,7 @@ class InBackward:
     def fill(self) -> None:
         """Where gradients are set to zero between steps, plain training has zeros for what this step did not use, and
         steps with them."""
+        self._see_habit()
         for parameter in self._freed - self._step.stepped:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -374,9 +387,9 @@ class InBackward:
     def take(self) -> StepRun | None:
         """The step that backward began, or None."""
         done, self._step = self._step, _StepSoFar()
-        with_gradient = {p for p in parameters_of(self._stepper.optimizer) if p.grad is not None}
-        self._had_gradient = with_gradient | done.stepped
-        self._stayed = with_gradient
+        left = {p: p.grad for p in parameters_of(self._stepper.optimizer) if p.grad is not None}
+        self._had_gradient = left.keys() | done.stepped
+        self._stayed = {p: weakref.ref(gradient) for p, gradient in left.items()}
         self._last_order = {bucket: place for place, bucket in enumerate(done.order)}
         self._forget_arrivals()
         return done.run
@@ -398,11 +411,14 @@ def _has_changed(left: _LeftGradient) -> bool:
 
 def _sample_of(gradient: torch.Tensor) -> torch.Tensor:
     """Bytes of some elements, spread evenly: equal for values that are not numbers, too."""
-    local = inside(gradient.detach())
-    if local.is_sparse:
-        local = local.coalesce().values()
+    local = _values_of(gradient)
     spread = local.reshape(-1)[:: max(1, local.numel() // _NUM_SAMPLES)]
     return spread.clone().view(torch.uint8)
+
+
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
+    local = inside(gradient.detach())
+    return local.coalesce().values() if local.is_sparse else local
 
 
 def _bytes_of(gradient: torch.Tensor | None) -> int:

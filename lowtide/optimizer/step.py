@@ -126,8 +126,8 @@ class Stepper:
 
     def _step_part(self, run: StepRun, number: int) -> None:
         """Step one part; where it stops, say so and keep what can be kept."""
-        weights = self.store.weights
-        with contextlib.nullcontext() if weights is None else weights.holding(run.parts[number].parameters()):
+        holding = self.store.holding
+        with contextlib.nullcontext() if holding is None else holding(run.parts[number].parameters()):
             while True:
                 self._step_one(run, number)
                 then = run.parts[number].then

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -55,13 +55,8 @@ Value = tuple[torch.Tensor, Hashable, torch.Tensor]
 """A parameter, a key of its state, and the tensor there."""
 Shown = tuple[dict, Hashable, torch.Tensor]
 """The state of a parameter, a key of it, and the tensor there."""
-
-
-class WeightHolder(Protocol):
-    """Has weights and gradients on the device while an optimizer steps them."""
-
-    def holding(self, parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-        """Within, what these parameters and their gradients show is on the device, and may be written to."""
+Holding = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
+"""A context in which what these parameters and their gradients show is on the device, and may be written to."""
 
 
 class StateStore:
@@ -80,7 +75,7 @@ class StateStore:
         in_place: bool,
     ) -> None:
         self.optimizer = optimizer
-        self.weights: WeightHolder | None = None
+        self.holding: Holding | None = None
         """None: weights and gradients are always on the device."""
         self.engine = engine
         self.device = device

@@ -42,7 +42,7 @@ from lowtide.optimizer.requests import (
 )
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.step import Stepper
-from lowtide.optimizer.store import StateStore, WeightHolder
+from lowtide.optimizer.store import Holding, StateStore
 from lowtide.optimizer.transfers import NUM_BUFFERS
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare, bare_step, parameters_of
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
@@ -85,7 +85,7 @@ def swap_optimizer(
     engine: EngineChoice = None,
     min_bytes: int | str = MIN_BYTES,
     num_buffers: int = NUM_BUFFERS,
-    weights: WeightHolder | None = None,
+    weights: Holding | None = None,
 ) -> OptimizerSwap:
     """Keep the state of `optimizer` in main memory or a file between steps, until `detach()` of the handle or the end
     of its `with` block. Parameters, state and `param_groups` are the same to the bit; the optimizer stays the object
@@ -127,7 +127,7 @@ def swap_optimizer(
         num_buffers=num_buffers,
         in_place=tier == "mapped",
     )
-    store.weights = weights
+    store.holding = weights
     store.keep(first_ones(found, share, least, largest_first=overlap == "in_backward"))
     if store.transfers.in_place and overlap == "auto":
         overlap = "step"

@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -300,14 +299,7 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 
 def _plan_of_state(found: RankPlan, config: MemoryConfig) -> Plan:
     """Where the optimizer's state goes, and what that may take."""
-    return Plan(
-        layers=(),
-        min_bytes=0,
-        host_budget_bytes=config.host_budget,
-        disk_budget_bytes=config.disk_budget,
-        disk_path=None if config.disk_path is None else str(config.disk_path),
-        optimizer=found.optimizer,
-    )
+    return Plan(layers=(), min_bytes=0, **config.tier_limits, optimizer=found.optimizer)
 
 
 class StagePlans:
@@ -415,7 +407,5 @@ class StagePlans:
     def __enter__(self) -> StagePlans:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()

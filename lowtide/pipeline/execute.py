@@ -153,6 +153,8 @@ class Pipeline:
         if num_ranks > 1:
             note = FailureNote(f"lowtide/pipeline/{name}", num_ranks)
             self.transport = GroupTransport(group, _device_of(self.stages), note)
+        if weight_gradients is not None:
+            weight_gradients.enter(self.stages.values())
         self._walk: _Walk | None = None
         """Of the step that is under way."""
         self._runtime: Any = None
@@ -258,6 +260,14 @@ class Pipeline:
                 )
         return None
 
+    def may_put_off_less(self) -> bool:
+        """Have every I of this rank do the whole backward, where nobody has asked for W by name."""
+        if self.weight_gradients is None or not self.weight_gradients.may_be_idle:
+            return False
+        self.weight_gradients.leave()
+        self.weight_gradients = None
+        return True
+
     @contextlib.contextmanager
     def ending_all(self, at: str) -> Iterator[None]:
         """What is raised inside ends the pipeline on all ranks, as a step that fails does."""
@@ -268,7 +278,9 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """End the threads of the transport."""
+        """End the threads of the transport, and leave the stages as they were."""
+        if self.weight_gradients is not None:
+            self.weight_gradients.leave()
         if self.transport is not None:
             self.transport.close()
 
@@ -289,8 +301,8 @@ class Pipeline:
 
 def _nothing_put_off(name: str) -> str:
     return (
-        f"pipeline: '{name}' splits backwards, and no stage of this rank calls lowtide.pipeline.linear or "
-        "grouped_linear; call them there, or leave weight_gradients out"
+        f"pipeline: '{name}' splits backwards, and no stage of this rank has an nn.Linear or calls "
+        "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
     )
 
 
@@ -498,12 +510,20 @@ class _Walk:
             if not any(weight is each for each in known):
                 known.append(weight)
                 self._gradients.include(stage, weight)
-        if mixed and (weights := self._pipeline.weight_gradients) is not None and weights.most_kept is not None:
-            raise ConfigError(
-                f"pipeline: stage {stage} uses a weight of shape {list(mixed[0].shape)} in lowtide.pipeline.linear and "
-                "in another way, and beside most_kept its gradients would be added up in another order; use it in one "
-                "way, or leave most_kept out"
-            )
+        weights = self._pipeline.weight_gradients
+        for weight in mixed:
+            if weights is not None and weights.has_entered(weight):
+                name = next(n for n, each in self._pipeline.stages[stage].named_parameters() if each is weight)
+                raise ConfigError(
+                    f"pipeline: stage {stage} uses '{name}' in its nn.Linear and in another way, and its gradients "
+                    "would be added up in another order; use it in one way, or leave weight_gradients out"
+                )
+            if weights is not None and weights.most_kept is not None:
+                raise ConfigError(
+                    f"pipeline: stage {stage} uses a weight of shape {list(weight.shape)} in lowtide.pipeline.linear "
+                    "and in another way, and beside most_kept its gradients would be added up in another order; use it "
+                    "in one way, or leave most_kept out"
+                )
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         assert self._pipeline.loss is not None and self._targets is not None

@@ -7,6 +7,7 @@ back. No row is dropped or padded. A rank, or an expert, may get none: its gradi
 Why these orders: a sum of floats depends on its order. Rows of one expert stand by rank, and within a rank as the block
 of `transformers` has them; what a token gets from its experts, and what these give to its gradient, is added in the
 block's order. So on one rank every bit is that of the block. On several, one matrix product has the rows of all ranks.
+In a pipeline the weight gradients of experts can be put off (weight_gradients.py).
 
 Cost: two exchanges of (tokens x experts per token) rows each way; a copy of these rows before and after each; one wait
 of the host for the counts. Not covered: a token that goes to several experts of one rank is sent once for each; counts
@@ -25,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from lowtide.pipeline.exchange import all_to_all
+from lowtide.pipeline.weight_gradients import grouped_linear, is_put_off, linear
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """The parameters of a block's experts; the first dimension counts the experts."""
@@ -102,11 +104,12 @@ class SplitExperts(nn.Module):
         if self.is_grouped and _has_grouped_product(rows.device):
             ends = num_rows.cumsum(0, dtype=torch.int32)
             rows = rows.to(self.gate_up_proj.dtype)  # autocast does not know the product
-            rows = self._gated(functional.grouped_mm(rows, self.gate_up_proj.transpose(-2, -1), offs=ends))
-            return functional.grouped_mm(rows.to(self.down_proj.dtype), self.down_proj.transpose(-2, -1), offs=ends)
+            rows = self._gated(grouped_linear(rows, self.gate_up_proj.transpose(-2, -1), ends))
+            return grouped_linear(rows.to(self.down_proj.dtype), self.down_proj.transpose(-2, -1), ends)
+        product = linear if is_put_off() else functional.linear  # which takes half of the host's time
         experts = zip(rows.split(num_rows.tolist()), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
         # Also an expert without rows has its turn: so its weights have a gradient, which is zeros.
-        parts = [functional.linear(self._gated(functional.linear(own, up)), down) for own, up, down in experts]
+        parts = [product(self._gated(product(own, up)), down) for own, up, down in experts]
         return torch.cat(parts)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -79,6 +78,8 @@ def observe_stages(
             later = _KeptUntilW()
             with later if _is_split(pipeline, stage) else contextlib.nullcontext():
                 profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
+            if later.kept and exchanges and pipeline.may_put_off_less():
+                return observe(stage, args, kwargs)
             if later.kept and exchanges:
                 raise ConfigError(
                     f"pipeline: stage {stage} puts weight gradients off and exchanges rows, and a budget cannot be "
@@ -391,9 +392,7 @@ class ExchangeWatch:
         self.backward_half = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._token is not None
         running_half.reset(self._token)
         self.backward_half = None

@@ -132,6 +132,11 @@ class Schedule:
         return len(self.rank_of_stage)
 
     @cached_property
+    def splits_backwards(self) -> bool:
+        """Whether any backward is I and W."""
+        return any(part.kind is Kind.BACKWARD_WEIGHT for row in self.actions for each in row for part in each.parts)
+
+    @cached_property
     def has_transfers(self) -> bool:
         """Whether sends and receives are written out. Generators leave them out; `with_transfers` adds them."""
         return any(action.kind in TRANSFERS for row in self.actions for every in row for action in every.parts)

@@ -4,7 +4,7 @@ What: `attach(schedule)` takes the rows of the schedule (torch's Schedule1F1B, S
 and has them carried out by a `Pipeline` (execute.py) on the modules of its stages. `schedule.step` and what it is given
 stay: torch splits the batch, fills `losses` and merges outputs. With rules each stage follows them; with a budget all
 ranks plan in the first step (budget.py). Where the schedule splits backwards, a stage does its backward once, in I, and
-what `linear` and `grouped_linear` put off in W; torch's own split walks the graph for each, and runs a recomputed layer
+what its linear layers put off in W; torch's own split walks the graph for each, and runs a recomputed layer
 again both times. `run_pair=Overlap().run_pair` has the two halves of a pair hide each other's exchanges.
 Why not functions registered with their runtime: their stages would still hold buffers, outputs and sends of all
 micro-batches to the end of the step, which a budget cannot hold.
@@ -26,7 +26,7 @@ from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.execute import Pipeline, RunPair, one_after_the_other
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.gradients import Tie
-from lowtide.pipeline.schedule import Kind, Pair, Schedule, from_csv
+from lowtide.pipeline.schedule import Pair, Schedule, from_csv
 from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.runtime.autopilot.plan_model import merged_config
 from lowtide.runtime.session.apply import apply
@@ -78,13 +78,12 @@ def attach(
     actions = [every for row in rows.actions for every in row]
     if run_pair is not one_after_the_other and not any(isinstance(every, Pair) for every in actions):
         raise ConfigError(f"{_CALL}: {name} has no pairs of a forward and a backward; use ScheduleDualPipeV")
-    splits = any(every.parts[0].kind is Kind.BACKWARD_WEIGHT for every in actions)
     pipeline = Pipeline(
         rows,
         {stage.stage_index: stage.submod for stage in stages},
         loss=schedule_loss(schedule) if any(stage.is_last for stage in stages) else None,
         group=stages[0].group,
-        weight_gradients=WeightGradients(may_be_idle=True) if splits else None,
+        weight_gradients=WeightGradients(may_be_idle=True) if rows.splits_backwards else None,
         run_pair=run_pair,
         tied=tied,
         optimizer=optimizer,

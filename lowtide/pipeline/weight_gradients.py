@@ -1,8 +1,9 @@
-"""Weight gradients that are put off, for the modules that ask for it by calling `linear` or `grouped_linear`.
+"""Weight gradients that are put off: of the `nn.Linear` modules of a stage, and of what calls `linear` by itself.
 
 What: a schedule may split a backward into I, the gradient of the input that another rank waits for, and W, the
-gradients of the weights, which can fill a wait. Inside `forward(chunk)` these two functions record a backward that,
-inside `put_off(chunk)`, gives the gradient of the input and keeps the weight's as a closure; `run(chunk)` runs those.
+gradients of the weights, which can fill a wait. Inside `forward(chunk)` `linear` and `grouped_linear` record a backward
+that, inside `put_off(chunk)`, gives the gradient of the input and keeps the weight's as a closure; `run(chunk)` runs
+those. A pipeline has the `nn.Linear` modules of its stages call `linear` (`enter`).
 Why not autograd's graph, as torch's runtime splits it: its walk runs custom functions twice, and recomputes a
 checkpointed block once more for each group of parameters.
 Why a stand-in for the weight in the graph: a function that returned no gradient for the weight itself would still wake
@@ -20,9 +21,9 @@ forward have come, or the backward is over.
 
 Cost: input and output gradient of each such call stay from I to W, or for `most_kept` chunks more. Nothing is copied.
 The call goes through a function written in Python, 10 to 20 us.
-Not covered: other modules, which do their weights in I; a weight that a stage also uses in another way, whose uses are
-then added one by one (refused beside `most_kept`); double backward; DDP inside a stage with a split backward; budgets
-beside `most_kept`.
+Not covered: other modules, which do their weights in I; a weight that a stage also uses in another way (refused, but
+where a stage calls `linear` by itself, without `most_kept`: there its uses are added one by one); double backward; DDP
+inside a stage with a split backward; budgets beside `most_kept`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lowtide.errors import ConfigError
+from lowtide.runtime.session.forward_patch import ForwardPatch
+from lowtide.tensors.compiled import compiled_parts
+from lowtide.tensors.kinds import is_plain_or_fake
 from lowtide.tensors.private import disable_current_modes
 
 Chunk = tuple[int, int]
@@ -60,6 +65,8 @@ class _PutOff:
         """Whether I runs. A backward at any other time (a step that is observed inside the forward) is a plain one."""
         self.num_uses: Counter[Any] = Counter()
         """Of each weight in the forward, by its leaf in the graph."""
+        self.casts: set[tuple[Any, Any]] = set()
+        """Nodes of the graph: autocast's cast of a weight, and the bias beside it."""
         self._closures: dict[Any, _Uses] = {}
         """Of weights of which not all uses have come."""
         self._ready: list[_Uses] = []
@@ -143,6 +150,20 @@ class WeightGradients:
         """Stretches, in the order in which they were put off."""
         self._num_calls = 0
         """In chunks whose backward is over."""
+        self._linears: list[ForwardPatch] = []
+
+    def enter(self, stages: Collection[nn.Module]) -> None:
+        """Have the `nn.Linear` modules of these stages call `linear`, until `leave()`."""
+        self._linears += patch_linears(stages)
+
+    def leave(self) -> None:
+        """Leave the stages as they were. Idempotent."""
+        while self._linears:
+            self._linears.pop().undo()
+
+    def has_entered(self, weight: torch.Tensor) -> bool:
+        """Whether it is that of a module which calls `linear` for it."""
+        return any(patch.module.weight is weight for patch in self._linears)
 
     @contextlib.contextmanager
     def forward(self, chunk: Chunk) -> Iterator[None]:
@@ -224,9 +245,75 @@ class WeightGradients:
         self._waiting.clear()
 
 
+def is_put_off() -> bool:
+    """Whether weight gradients of what runs now can be put off."""
+    return _CHUNK.get() is not None
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, with weight gradients that a pipeline can put off."""
-    return _call(_Linear, x, weight, bias)
+    """`torch.nn.functional.linear`, with weight gradients that a pipeline can put off. Raises ConfigError for a layer
+    with a bias that runs twice in a micro-batch under autocast."""
+    edge, chunk = None, _CHUNK.get()
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if chunk is None and _is_cast(weight, dtype):
+            return F.linear(x, weight, bias)
+        if chunk is not None and _is_cast(weight, dtype) and weight.requires_grad and torch.is_grad_enabled():
+            edge = _edge_of_cast(weight)
+            if bias is not None and _is_cast(bias, dtype) and bias.requires_grad:
+                use = edge.node, get_gradient_edge(bias).node
+                if use in chunk.casts:
+                    raise ConfigError(
+                        f"lowtide.pipeline: a linear layer of shape {list(weight.shape)} with a bias runs twice in one "
+                        "micro-batch under autocast, where the gradients of its bias would be added up in another "
+                        "type; give the layer no bias, the stage bf16 weights, or the pipeline no weight_gradients"
+                    )
+                chunk.casts.add(use)
+        x, weight = (each.to(dtype) if _is_cast(each, dtype) else each for each in (x, weight))
+        bias = bias.to(dtype) if bias is not None and _is_cast(bias, dtype) else bias
+    return _call(_Linear, x, weight, bias, edge)
+
+
+def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast casts it."""
+    return tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
+
+
+def _edge_of_cast(weight: torch.Tensor) -> GradientEdge:
+    """Where autocast's own cast of a weight stands in the graph. It keeps one for several uses, whose gradients are
+    added up there, in the type of the cast. A product of no rows shows it."""
+    target = get_gradient_edge(weight).node
+    node: Any = F.linear(weight.new_empty(0, weight.shape[-1]), weight).grad_fn
+    while (following := next(each for each, _ in node.next_functions if each is not None)) is not target:
+        node = following
+    return GradientEdge(node, 0)
+
+
+def patch_linears(stages: Collection[nn.Module]) -> list[ForwardPatch]:
+    """Have the `nn.Linear` modules of these stages call `linear`, each until its `undo()`.
+
+    Left as they are: modules of other classes or with a forward of their own, inside of compiled ones, with a weight
+    that another module has too; and calls with a weight that tensor parallelism shares out.
+    """
+    modules = {id(module): module for stage in stages for module in stage.modules()}
+    num_holders = Counter(id(held) for module in modules.values() for held in module.parameters(recurse=False))
+    compiled = {id(part) for stage in stages for each in compiled_parts(stage).values() for part in each.modules()}
+    found = []
+    for number, module in modules.items():
+        if type(module) is not nn.Linear or "forward" in vars(module) or number in compiled:
+            continue
+        if num_holders[id(vars(module)["_parameters"].get("weight"))] == 1:
+            found.append(ForwardPatch(module, functools.partial(_as_linear, module), is_below=True))
+    return found
+
+
+def _as_linear(module: nn.Linear, forward: Callable[..., torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+    weight = module.weight
+    if len(args) != 1 or kwargs or not all(map(is_plain_or_fake, (*args, weight))):
+        return forward(*args, **kwargs)
+    if not weight.is_contiguous() or weight.is_complex():  # of which torch computes other products
+        return forward(*args, **kwargs)
+    return linear(args[0], weight, module.bias)
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -234,15 +321,13 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
     x: `[rows, in]`, sorted by group. weight: `[groups, in, out]`. offsets: int32, where the rows of each group end.
     """
-    return _call(_Grouped, x, weight, offsets)
+    return _call(_Grouped, x, weight, offsets, None)
 
 
-def _call(function: type[Any], x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        if other is not None and other.is_floating_point():
-            other = other.to(dtype)
+def _call(
+    function: type[Any], x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor | None, edge: GradientEdge | None
+) -> torch.Tensor:
+    """edge: of the weight in the graph, where it is not its own."""
     chunk = _CHUNK.get()
     put_off = None
     if chunk is not None:
@@ -252,7 +337,7 @@ def _call(function: type[Any], x: torch.Tensor, weight: torch.Tensor, other: tor
             chunk.num_uses[_leaf_of(get_gradient_edge(weight).node)] += 1
         if weight.requires_grad and torch.is_grad_enabled():
             number = -1 if chunk.watch is None else chunk.watch.number_of(x)
-            put_off = functools.partial(chunk.add, get_gradient_edge(weight), number)
+            put_off = functools.partial(chunk.add, edge or get_gradient_edge(weight), number)
             weight = weight.detach().requires_grad_()
     output: torch.Tensor = function.apply(x, weight, other, put_off)
     return output

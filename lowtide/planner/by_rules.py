@@ -45,11 +45,8 @@ NO_OTHER = "the rules leave no other fate"
 
 def layers_by_rule(profile: Profile, config: MemoryConfig) -> tuple[str, ...]:
     """Layers that a recompute rule names as such: they run again as a whole, as they do without a budget."""
-    rules = config.rules()
     able = set(can_rerun(profile))
-    return tuple(
-        name for name in profile.layers if name in able and rules.decide(name, is_site=False).fate is Fate.RECOMPUTE
-    )
+    return config.rules().rerun(name for name in profile.layers if name in able)
 
 
 def problem_of(

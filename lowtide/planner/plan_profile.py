@@ -257,9 +257,7 @@ def _plan_of(
         # Other storages that a recompute rule names are made again one by one.
         rules=_with_layers(config.rules(), found.way.layers),
         min_bytes=min_bytes_of(question.profile, config),
-        host_budget_bytes=config.host_budget,
-        disk_budget_bytes=config.disk_budget,
-        disk_path=None if config.disk_path is None else str(config.disk_path),
+        **config.tier_limits,
         sites=(*sites, *_dropped(question, found)),
         is_solved=True,
         check=config.check,

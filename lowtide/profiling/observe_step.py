@@ -89,7 +89,7 @@ def observe(
     names = find_layers(model) if layers is None else layers
     refuse_compiled(model, "observe")
     optimizer = optimizer_of(optimizer, "observe")
-    _refuse_lazy(model)
+    refuse_lazy(model, "observe")
 
     def run(accumulates: bool) -> tuple[Trace, str]:
         ops = TorchDevice(device) if is_accelerator else None
@@ -151,11 +151,12 @@ def observe(
     )
 
 
-def _refuse_lazy(model: nn.Module) -> None:
+def refuse_lazy(model: nn.Module, call: str) -> None:
+    """Raise ConfigError for a model that has parameters or buffers without a shape."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(
-                f"observe: '{name}' has no shape yet (a lazy module); run the model once, so that it is initialized as "
+                f"{call}: '{name}' has no shape yet (a lazy module); run the model once, so that it is initialized as "
                 "it would be without lowtide"
             )
 

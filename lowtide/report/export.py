@@ -112,17 +112,14 @@ def play_setting(
     if setting.copies_block:
         arrays = StepArrays.of(step)
         peak_bytes = int(floor_curve(arrays, Lifetimes.of(arrays, fates)).max())
-        seconds = step.compute_seconds + _copy_seconds(copied_bytes, link)
+        copy_seconds = copied_bytes / link.out_bytes_per_second + copied_bytes / link.in_bytes_per_second
+        seconds = step.compute_seconds + copy_seconds
     else:
         timeline = run(step, fates, link, budget_bytes=budget_bytes)
         peak_bytes, seconds = timeline.peak_bytes, timeline.step_seconds
     return PlayedSetting(
         setting=setting, peak_bytes=peak_bytes - setting.moved_bytes, step_seconds=seconds, copied_bytes=copied_bytes
     )
-
-
-def _copy_seconds(nbytes: int, link: Link) -> float:
-    return nbytes / link.out_bytes_per_second + nbytes / link.in_bytes_per_second
 
 
 def _has_gradients(plan: Plan, profile: Profile) -> bool:
@@ -250,7 +247,7 @@ def _mindformers(plan: Plan, profile: Profile) -> Iterator[Setting]:
 def _as_mindformers(plan: Plan, profile: Profile) -> Setting | None:
     """The plan in its words. None where it swaps nothing that has a name: then a number counts layers."""
     able = set(can_rerun(profile))
-    layers = tuple(name for name in _rerun_layers(plan) if name in able)
+    layers = tuple(name for name in plan.rules.rerun(plan.layers) if name in able)
     stays = {name for call in profile.calls if call.name in layers for name in call.inputs}
     made, swapped = (_named(plan, fate, layers) for fate in (Fate.RECOMPUTE, Fate.SWAP))
     recipes = {node.name: node.recipe for node in profile.nodes if node.recipe is not None}
@@ -309,10 +306,6 @@ def _by_pattern(named: Mapping[str, tuple[str, int]], form: str) -> list[str]:
     for pattern, layer in named.values():
         by_pattern.setdefault(pattern, []).append(layer)
     return [form.format(pattern, sorted(set(layers))) for pattern, layers in by_pattern.items()]
-
-
-def _rerun_layers(plan: Plan) -> tuple[str, ...]:
-    return tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
 
 
 # -- what is lost --------------------------------------------------------------------------------------------------

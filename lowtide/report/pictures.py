@@ -1,7 +1,7 @@
 """Pictures of a step, as SVG text: memory over time, lanes, what other budgets cost, and the steps of a run.
 
-What: each function draws one picture in one of two `Theme`s and gives its SVG. matplotlib draws; text stays text, ids
-come from a fixed salt, no date is written: the same step gives the same bytes with the same matplotlib.
+What: each function draws one picture for a light page and gives its SVG; `on_dark` has it for a dark one. Text stays
+text, ids come from a fixed salt, no date is written: the same step gives the same bytes with the same matplotlib.
 Cost: a second to import matplotlib, then about 0.2 s a picture; long steps are thinned to what a screen can show.
 Not covered: anything one can click on.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
-from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.played_step import OWNERS, Played, thinned_starts
 from lowtide.report.report import NOTHING, Measured, StepRow
 from lowtide.units import GIB, MIB, format_bytes
 
@@ -32,39 +31,25 @@ _FAR = 2.5
 """A line so many times above all else is not drawn."""
 _LANES = ("compute", "stall", "out", "in")
 _LANE_NAMES = {"compute": "compute", "stall": "compute waits", "out": "copies out", "in": "copies in"}
+_INK, _FAINT, _PLAIN, _BUDGET = "#1d2733", "#c9d1d9", "#6b7683", "#c2352b"
+_STATE, _KEPT, _SWAPPED, _RECOMPUTED = "#b4bfc9", "#2f6fb0", "#e08a2e", "#3d9a64"
+_OF_OWNERS = (_STATE, _KEPT, _SWAPPED, _RECOMPUTED)
+"""In the order of `OWNERS`."""
+_DARK_OF = {
+    _INK: "#e6edf3", _FAINT: "#3d4753", _PLAIN: "#aab4bf", _BUDGET: "#ff7b6e",
+    _STATE: "#5c6773", _KEPT: "#5b9bd8", _SWAPPED: "#f0a04b", _RECOMPUTED: "#5cc489",
+}  # fmt: skip
+"""Colour of a light page -> of a dark one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Theme:
-    """Colours of a page, light or dark."""
-
-    name: str
-    ink: str
-    faint: str
-    state: str
-    kept: str
-    swapped: str
-    recomputed: str
-    plain: str
-    budget: str
-
-    @property
-    def owners(self) -> tuple[str, ...]:
-        """In the order of `OWNERS`."""
-        return (self.state, self.kept, self.swapped, self.recomputed)
+def on_dark(picture: str) -> str:
+    """The same picture in the colours of a dark page."""
+    for light, dark in _DARK_OF.items():
+        picture = picture.replace(light, dark)
+    return picture
 
 
-LIGHT = Theme(
-    name="light", ink="#1d2733", faint="#c9d1d9", state="#b4bfc9", kept="#2f6fb0", swapped="#e08a2e",
-    recomputed="#3d9a64", plain="#6b7683", budget="#c2352b",
-)  # fmt: skip
-DARK = Theme(
-    name="dark", ink="#e6edf3", faint="#3d4753", state="#5c6773", kept="#5b9bd8", swapped="#f0a04b",
-    recomputed="#5cc489", plain="#aab4bf", budget="#ff7b6e",
-)  # fmt: skip
-
-
-def memory_picture(played: Played, theme: Theme, measured: Measured = NOTHING) -> str:
+def memory_picture(played: Played, measured: Measured = NOTHING) -> str:
     """Bytes on the device over the planned step, stacked by owner; the plain step, the budget and the measured peak as
     lines."""
 
@@ -72,39 +57,39 @@ def memory_picture(played: Played, theme: Theme, measured: Measured = NOTHING) -
         figure.set_size_inches(9.2, 3.6)
         panel = figure.subplots()
         scale, unit = byte_unit(max(played.curve.plain_bytes))
-        starts = _thinned_starts(len(played.starts))
+        starts = thinned_starts(len(played.starts), _MOST_POINTS)
         times, time_word = time_unit(played.step_seconds)
         x = np.append(np.array(played.starts)[starts], played.step_seconds) * times
         shown = _fullest(np.array(played.curve.planned_bytes), starts)
         stacked = [np.array(part)[shown] / scale for part in played.bytes_by_owner]
         floor = np.zeros(len(starts))
-        for name, part, colour in zip(OWNERS, stacked, theme.owners, strict=True):
+        for name, part, colour in zip(OWNERS, stacked, _OF_OWNERS, strict=True):
             panel.fill_between(x, _step(floor), _step(floor + part), step="post", color=colour, linewidth=0, label=name)
             floor = floor + part
         plain = np.maximum.reduceat(np.array(played.curve.plain_bytes), starts) / scale
         plain_x = np.append((np.cumsum(played.curve.seconds) - played.curve.seconds)[starts], sum(played.curve.seconds))
-        panel.plot(plain_x * times, _step(plain), color=theme.plain, linewidth=1.2, linestyle=":",
+        panel.plot(plain_x * times, _step(plain), color=_PLAIN, linewidth=1.2, linestyle=":",
                    drawstyle="steps-post", label="everything kept")  # fmt: skip
         most = max(float(plain.max()), float(floor.max()), (measured.peak_bytes or 0) / scale)
-        most = _draw_budget(panel, played.curve.budget_bytes, most, scale, theme)
+        most = _draw_budget(panel, played.curve.budget_bytes, most, scale)
         turn = played.starts[played.curve.num_forward_ticks] * times
         if measured.peak_bytes is not None:
-            panel.axhline(measured.peak_bytes / scale, color=theme.ink, linewidth=1.2, label="peak, measured")
-        panel.axvline(turn, color=theme.faint, linewidth=1)
+            panel.axhline(measured.peak_bytes / scale, color=_INK, linewidth=1.2, label="peak, measured")
+        panel.axvline(turn, color=_FAINT, linewidth=1)
         top = 1.12 * most
         panel.set_ylim(0, top)
         panel.set_xlim(0, max(float(x[-1]), float(plain_x[-1] * times)))
         for shift, word, side in ((-5, "forward", "right"), (5, "backward", "left")):
             panel.annotate(word, (turn, top), xytext=(shift, 0), textcoords="offset points", ha=side, va="top",
-                           fontsize=8, color=theme.ink)  # fmt: skip
+                           fontsize=8, color=_INK)  # fmt: skip
         panel.set(xlabel=f"time, {time_word}", ylabel=f"on the device, {unit}")
         handles, labels = panel.get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
 
-    return svg(draw, theme)
+    return svg(draw)
 
 
-def lane_picture(played: Played, theme: Theme) -> str:
+def lane_picture(played: Played) -> str:
     """What compute and the two copy lanes do when, and when compute waits."""
 
     def draw(figure: Figure) -> None:
@@ -115,8 +100,8 @@ def lane_picture(played: Played, theme: Theme) -> str:
             events = [event for event in played.events if event.lane == lane]
             again = [event for event in events if event.name.startswith("recompute ")]
             others = [event for event in events if not event.name.startswith("recompute ")]
-            colour = {"stall": theme.budget, "compute": theme.state}.get(lane, theme.swapped)
-            for group, shade in ((others, colour), (again, theme.recomputed)):
+            colour = {"stall": _BUDGET, "compute": _STATE}.get(lane, _SWAPPED)
+            for group, shade in ((others, colour), (again, _RECOMPUTED)):
                 bars = _bars([(event.start * times, event.end * times) for event in group], played.step_seconds * times)
                 panel.broken_barh(bars, (row - 0.36, 0.72), color=shade, linewidth=0)
         panel.set_yticks(range(len(_LANES)), [_LANE_NAMES[lane] for lane in _LANES])
@@ -126,14 +111,12 @@ def lane_picture(played: Played, theme: Theme) -> str:
         panel.grid(axis="y", visible=False)
         panel.set_xlabel(f"time, {time_word}")
         if any(event.name.startswith("recompute ") for event in played.events):
-            panel.text(
-                1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=theme.recomputed, fontsize=8
-            )
+            panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=_RECOMPUTED, fontsize=8)
 
-    return svg(draw, theme)
+    return svg(draw)
 
 
-def sweep_picture(rungs: Sequence[SweptBudget], theme: Theme, measured: Measured = NOTHING) -> str | None:
+def sweep_picture(rungs: Sequence[SweptBudget], measured: Measured = NOTHING) -> str | None:
     """Time of a step against the budget; the plan's own is marked, and what was measured. None where there is only one
     budget."""
     if len(rungs) < 2:
@@ -145,27 +128,27 @@ def sweep_picture(rungs: Sequence[SweptBudget], theme: Theme, measured: Measured
         scale, unit = byte_unit(max(swept.budget_bytes for swept in rungs))
         points = [(swept.budget_bytes / scale, swept.predicted.step_seconds) for swept in rungs]
         times, time_word = time_unit(max(seconds for _, seconds in points))
-        panel.plot([x for x, _ in points], [y * times for _, y in points], "o-", color=theme.kept, markersize=4)
+        panel.plot([x for x, _ in points], [y * times for _, y in points], "o-", color=_KEPT, markersize=4)
         for swept, (x, y) in zip(rungs, points, strict=True):
             if swept.is_requested:
-                panel.plot([x], [y * times], "o", color=theme.budget, markersize=9)
+                panel.plot([x], [y * times], "o", color=_BUDGET, markersize=9)
                 panel.annotate("you are here", (x, y * times), xytext=(8, 8), textcoords="offset points", fontsize=8,
-                               color=theme.ink)  # fmt: skip
+                               color=_INK)  # fmt: skip
         if measured.peak_bytes is not None and measured.step_seconds is not None:
             there = measured.peak_bytes / scale, measured.step_seconds * times
-            panel.plot([there[0]], [there[1]], "x", color=theme.ink, markersize=8)
+            panel.plot([there[0]], [there[1]], "x", color=_INK, markersize=8)
             panel.annotate("measured", there, xytext=(8, -12), textcoords="offset points", fontsize=8,
-                           color=theme.ink)  # fmt: skip
-        panel.axhline(rungs[0].predicted.plain_seconds * times, color=theme.plain, linestyle=":", linewidth=1.2)
+                           color=_INK)  # fmt: skip
+        panel.axhline(rungs[0].predicted.plain_seconds * times, color=_PLAIN, linestyle=":", linewidth=1.2)
         panel.annotate("everything kept", (points[-1][0], rungs[0].predicted.plain_seconds * times), xytext=(0, -10),
-                       textcoords="offset points", fontsize=8, color=theme.plain)  # fmt: skip
+                       textcoords="offset points", fontsize=8, color=_PLAIN)  # fmt: skip
         panel.margins(y=0.2)
         panel.set(xlabel=f"budget, {unit}", ylabel=f"predicted step, {time_word}")
 
-    return svg(draw, theme)
+    return svg(draw)
 
 
-def history_picture(history: Sequence[StepRow], plan: Plan | None, theme: Theme) -> str | None:
+def history_picture(history: Sequence[StepRow], plan: Plan | None) -> str | None:
     """Loss, time and peak of each step of a run, with the predicted peak and the budget; None without steps."""
     if not history:
         return None
@@ -177,10 +160,10 @@ def history_picture(history: Sequence[StepRow], plan: Plan | None, theme: Theme)
         panels = figure.subplots(1, 3 if has_peaks else 2)
         steps = [row.step for row in history]
         mark = "o" if len(history) == 1 else ""
-        panels[0].plot(steps, [row.loss for row in history], color=theme.kept, marker=mark)
+        panels[0].plot(steps, [row.loss for row in history], color=_KEPT, marker=mark)
         panels[0].set_title("loss", fontsize=9)
         times, time_word = time_unit(max(row.seconds for row in history))
-        panels[1].plot(steps, [row.seconds * times for row in history], color=theme.swapped, marker=mark)
+        panels[1].plot(steps, [row.seconds * times for row in history], color=_SWAPPED, marker=mark)
         panels[1].set_title(f"time of a step, {time_word}", fontsize=9)
         panels[1].set_ylim(bottom=0)
         if has_peaks:
@@ -189,11 +172,11 @@ def history_picture(history: Sequence[StepRow], plan: Plan | None, theme: Theme)
             most = max(predicted or 0, *(peak or 0 for peak in peaks))
             scale, unit = byte_unit(most)
             panels[2].plot(
-                steps, [(peak or 0) / scale for peak in peaks], color=theme.recomputed, marker=mark, label="measured"
+                steps, [(peak or 0) / scale for peak in peaks], color=_RECOMPUTED, marker=mark, label="measured"
             )
             if predicted is not None:
-                panels[2].axhline(predicted / scale, color=theme.plain, linestyle=":", linewidth=1.2, label="predicted")
-            _draw_budget(panels[2], budget, most / scale, scale, theme)
+                panels[2].axhline(predicted / scale, color=_PLAIN, linestyle=":", linewidth=1.2, label="predicted")
+            _draw_budget(panels[2], budget, most / scale, scale)
             panels[2].set_title(f"peak on the device, {unit}", fontsize=9)
             panels[2].set_ylim(bottom=0)
             panels[2].legend(loc="lower right", fontsize=8)
@@ -204,16 +187,16 @@ def history_picture(history: Sequence[StepRow], plan: Plan | None, theme: Theme)
             else:
                 panel.locator_params(axis="x", integer=True, nbins=6)
 
-    return svg(draw, theme)
+    return svg(draw)
 
 
-def svg(draw: Callable[[Figure], None], theme: Theme) -> str:
+def svg(draw: Callable[[Figure], None]) -> str:
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("report: pictures need matplotlib; pip install 'lowtide[report]'") from None
-    with mpl.rc_context(_style(theme)):
+    with mpl.rc_context(_style()):
         figure = Figure(layout="constrained")
         draw(figure)
         text = io.StringIO()
@@ -221,7 +204,7 @@ def svg(draw: Callable[[Figure], None], theme: Theme) -> str:
     return text.getvalue()
 
 
-def _style(theme: Theme) -> Any:
+def _style() -> Any:
     ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
     return {
         "svg.hashsalt": "lowtide",
@@ -231,8 +214,8 @@ def _style(theme: Theme) -> Any:
         "figure.facecolor": "none",
         "axes.facecolor": "none",
         "savefig.facecolor": "none",
-        "axes.edgecolor": theme.faint,
-        "grid.color": theme.faint,
+        "axes.edgecolor": _FAINT,
+        "grid.color": _FAINT,
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.alpha": 0.5,
@@ -240,7 +223,7 @@ def _style(theme: Theme) -> Any:
         "axes.spines.right": False,
         "legend.frameon": False,
         "path.simplify": True,
-        **dict.fromkeys(ink, theme.ink),
+        **dict.fromkeys(ink, _INK),
     }
 
 
@@ -249,30 +232,25 @@ def _step(values: np.ndarray) -> np.ndarray:
     return np.append(values, values[-1])
 
 
-def _thinned_starts(num_ticks: int) -> np.ndarray:
-    count = min(_MOST_POINTS, num_ticks)
-    return np.unique(np.arange(count) * num_ticks // count)
-
-
 def _fullest(totals: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """In each part, which begins at one of `starts`, the tick with most bytes: all that is drawn was there at once."""
     ends = np.append(starts[1:], len(totals))
     return np.array([start + int(totals[start:end].argmax()) for start, end in zip(starts, ends)])
 
 
-def _draw_budget(panel: Any, budget_bytes: int | None, most: float, scale: int, theme: Theme) -> float:
+def _draw_budget(panel: Any, budget_bytes: int | None, most: float, scale: int) -> float:
     """The budget as a line, or in words where a picture that shows it would show nothing else. Gives the highest value
     that the picture must show."""
     if budget_bytes is None:
         return most
     budget = budget_bytes / scale
     if budget <= _FAR * most:
-        panel.axhline(budget, color=theme.budget, linewidth=1.2, linestyle="--", label="budget")
+        panel.axhline(budget, color=_BUDGET, linewidth=1.2, linestyle="--", label="budget")
         return max(most, budget)
     panel.plot(
         [],
         [],
-        color=theme.budget,
+        color=_BUDGET,
         linewidth=1.2,
         linestyle="--",
         label=f"budget {format_bytes(budget_bytes)},\nabove the picture",

@@ -52,13 +52,18 @@ class Curve:
 
     def thinned(self, max_points: int) -> dict[str, list[float] | list[int]]:
         """Lists for JSON of at most `max_points` points; each has the most bytes of the ticks that it stands for."""
-        num_ticks = len(self.seconds)
-        starts = np.unique(np.arange(min(max_points, num_ticks)) * num_ticks // min(max_points, num_ticks))
+        starts = thinned_starts(len(self.seconds), max_points)
         return {
             "start_seconds": (np.cumsum(self.seconds) - self.seconds)[starts].tolist(),
             "plain_bytes": np.maximum.reduceat(self.plain_bytes, starts).tolist(),
             "planned_bytes": np.maximum.reduceat(self.planned_bytes, starts).tolist(),
         }
+
+
+def thinned_starts(num_ticks: int, max_points: int) -> np.ndarray:
+    """Where at most so many parts of the ticks begin, all about equal."""
+    count = min(max_points, num_ticks)
+    return np.unique(np.arange(count) * num_ticks // count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +119,12 @@ def play(
     """`plan`, which was solved for `profile` under the rules of `config`, with these costs of the runtime itself."""
     costs = costs.on(profile.device)
     profile = charged(profile, costs)
-    layers = tuple(name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
     how: Any = {"has_gradients": has_gradients, "layer_seconds": costs.layer_seconds}
     placed = plan.optimizer
     shares: StateShares | None = None
     if placed is not None and placed.overlap == "in_backward":
         shares = in_turn_of(plan.weights, placed, profile, config, link)
-    problem = problem_of(profile, config, layers=layers, shares=shares, **how)
+    problem = problem_of(profile, config, layers=plan.rules.rerun(plan.layers), shares=shares, **how)
     again = _second_runs(problem)
     is_plain = shares is None and not again.any()
     plain_problem = problem if is_plain else problem_of(profile, config, has_gradients=has_gradients, layers=())

@@ -144,7 +144,9 @@ def report_of_folder(folder: Path) -> Report:
         StepRow(step=row["step"], loss=row["loss"], seconds=row["step_seconds"], peak_bytes=row["peak_bytes"])
         for row in rows
     )
-    plan, played = _plan_and_step(folder)
+    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, Played.from_json)
+    if plan is None or played is None:
+        plan = played = None
     recorded = (rows[-1] if rows else {}).get("plan") or {}
     same = [row for row in rows if (row.get("plan") or {}).get("digest") == recorded.get("digest")]
     peaks = [row["peak_bytes"] for row in same if row["peak_bytes"] is not None]  # not those of plans that are gone
@@ -206,11 +208,6 @@ def _moved(row: dict[str, Any]) -> Tile | None:
     saved, kept, aliased, num_forwards = numbers
     who = "the plans" if row.get("plan") else "the rules"
     return saved_tile_of_forwards(who, saved_bytes=saved, held_bytes=kept + aliased, num_forwards=num_forwards)
-
-
-def _plan_and_step(folder: Path) -> tuple[Plan | None, Played | None]:
-    plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, Played.from_json)
-    return (None, None) if plan is None or played is None else (plan, played)
 
 
 def _read(folder: Path, name: str, parse: Callable[[str], _Read]) -> _Read | None:

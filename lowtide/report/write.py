@@ -40,11 +40,10 @@ from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
 from lowtide.errors import ConfigError, wrong_argument
 from lowtide.report.pictures import (
-    DARK,
-    LIGHT,
     history_picture,
     lane_picture,
     memory_picture,
+    on_dark,
     sweep_picture,
 )
 from lowtide.report.played_step import OWNERS, Played
@@ -211,31 +210,6 @@ def _block(address: int, nbytes: int, state: str, frames: Frames) -> dict[str, A
 
 _FAR_GAP = 0.1
 """Share of the fastest step possible that a plan may be away from it before a caption says so."""
-_CSS = """
-:root { color-scheme: light dark;
-  --ink: #1d2733; --soft: #57626e; --paper: #ffffff; --card: #f5f7f9; --line: #d8dee4; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9aa6b2; --paper: #11161c; --card: #1a2129; --line: #323c47; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1.2rem 4rem; max-width: 62rem; background: var(--paper); color: var(--ink);
-       font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .4rem; }
-h1, h2, p, .tile { overflow-wrap: anywhere; } p { margin: .3rem 0; } .soft { color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .7rem; margin: 1.1rem 0; }
-.tile { background: var(--card); border-radius: .5rem; padding: .7rem .8rem; }
-.tile b { display: block; font-size: 1.2rem; } .tile span { color: var(--soft); font-size: .85rem; }
-figure { margin: .5rem 0; }
-figure img { width: 100%; min-width: 40rem; height: auto; display: block; }
-figcaption { color: var(--soft); font-size: .9rem; }
-table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .25rem .9rem .25rem 0; text-align: left;
-       border-bottom: 1px solid var(--line); vertical-align: top; } td.n, th.n { text-align: right; }
-pre { background: var(--card); border-radius: .5rem; padding: .8rem; overflow-x: auto; font-size: .8rem; }
-.wide { overflow-x: auto; }
-@media (max-width: 43rem) { body { padding: 1rem .8rem 3rem; }
-  figure > .wide::before { content: "wider than this screen: it scrolls to the right"; position: sticky; left: 0;
-       color: var(--soft); font-size: .8rem; } }
-"""
 
 
 def page(report: Report) -> str:
@@ -246,33 +220,34 @@ def page(report: Report) -> str:
         _tiles(report),
         *(f"<p>{escape(line)}</p>" for line in report.remarks),
     ]
-    pictures = [history_picture(report.history, report.plan, theme) for theme in (LIGHT, DARK)]
-    parts += _section("The run", "Measured, of the first rank: every step that was done.", pictures)
+    picture = history_picture(report.history, report.plan)
+    parts += _section("The run", "Measured, of the first rank: every step that was done.", picture)
     if report.played is not None:
         parts += _section(
             "Memory over one step",
             "Predicted, stacked by owner. The dotted line is the same step with everything kept, on its own clock."
             + _second_runs(report)
             + _measured_line(report),
-            [memory_picture(report.played, theme, report.measured) for theme in (LIGHT, DARK)],
+            memory_picture(report.played, report.measured),
         )
         parts += _section(
             "What runs when",
             "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so.",
-            [lane_picture(report.played, theme) for theme in (LIGHT, DARK)],
+            lane_picture(report.played),
         )
     if report.sweep:
-        pictures = [sweep_picture(report.sweep, theme, report.measured) for theme in (LIGHT, DARK)]
-        parts += _section("What other budgets would cost", _sweep_caption(report), pictures)
+        picture = sweep_picture(report.sweep, report.measured)
+        parts += _section("What other budgets would cost", _sweep_caption(report), picture)
     for table in report.tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
     if report.plan is not None:
         parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
     body = "\n".join(part for part in parts if part)
+    style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(report.title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n{body}\n"
+        f"<title>{escape(report.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n"
         f'<p class="soft">lowtide {__version__}</p>\n</body>\n</html>\n'
     )
 
@@ -311,15 +286,15 @@ def _tiles(report: Report) -> str:
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 
-def _section(title: str, caption: str, pictures: Sequence[str | None]) -> list[str]:
-    """`pictures`: the light one and the dark one."""
-    light, dark = pictures
-    if light is None or dark is None:
+def _section(title: str, caption: str, picture: str | None) -> list[str]:
+    """A part of the page; none without its picture."""
+    if picture is None:
         return []
+    light, dark = _data(picture), _data(on_dark(picture))
     return [
         f"<h2>{escape(title)}</h2>",
-        f'<figure><div class="wide"><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
-        f'<img alt="{escape(title)}" src="{_data(light)}"></picture></div>'
+        f'<figure><div class="wide"><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img alt="{escape(title)}" src="{light}"></picture></div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>",
     ]
 

@@ -173,6 +173,9 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = find
 storage_key: Callable[[torch.UntypedStorage], int] = _reader("torch.UntypedStorage._cdata")
 """What tells a storage from all others that live now, also an empty one, whose public `data_ptr()` is 0."""
 
+storage_uses: Callable[[int], int] = find("torch._C._storage_Use_Count")
+"""How many tensors, arrays and Python objects hold the storage with this key. No public way to ask."""
+
 storage_at: Callable[[int], torch.UntypedStorage | None] = find("torch.UntypedStorage._new_with_weak_ptr")
 """The storage that a `StorageWeakRef` means (by its `cdata`), or None once it is gone. That public class can only say
 whether it is gone."""

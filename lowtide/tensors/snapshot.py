@@ -544,7 +544,7 @@ class _StateWalk:
     def _tensor(self, tensor: torch.Tensor, name: Name, depth: int) -> None:
         self.tensors.append(TensorState(tensor, name, self._steady))
         attributes = getattr(tensor, "__dict__", None)
-        if attributes:
+        if attributes is not None:  # what a forward adds must go too
             self._attributes(attributes, name, depth)
 
     def _generator(self, generator: Any, name: Name, depth: int) -> None:

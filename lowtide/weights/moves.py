@@ -25,6 +25,10 @@ What was written to is known by its version. Writes through `.data` move no vers
 before a tensor goes, and one that is written so is sent back from then on always. What is written to in its slot while
 it is on its way to the device is fetched again.
 
+Memory that somebody else holds too (a view, `.data` or an array that was kept) is not parted from it: the item stays
+where that is, with a warning, until the other lets go. A slot whose bytes are shown by what somebody has kept (a
+gradient from before `zero_grad()`, the other side of an exchange of `.data`) is left to that.
+
 What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
 
 Cost: a sum of a tensor's bytes each time that it goes, which an accelerator's host waits for. Not covered: what is a
@@ -50,6 +54,7 @@ from lowtide.tensors.private import (
     disable_current_modes,
     queue_callback,
     storage_key,
+    storage_uses,
     version_of,
 )
 from lowtide.tensors.view import Shape, byte_view
@@ -174,6 +179,11 @@ class WeightMoves:
         """The name of the use that began last."""
         self._distance: dict[Movable, int] = {}
         """How many uses away the next use of an item is."""
+        self.assigned: set[Movable] = set()
+        """Gradients that somebody had put there before the last addition to them."""
+        self._left: list[tuple[Slot, torch.Tensor]] = []
+        """Slots that belong to what somebody has kept, and what shows them."""
+        self._has_warned = False
 
     # -- places --------------------------------------------------------------------------------------------------------
 
@@ -197,25 +207,75 @@ class WeightMoves:
         tensor = item.tensor
         if tensor is None or item.is_here or item.is_away:
             return tensor is not None
-        shape = Shape.of(tensor)
-        is_alike = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not is_alike or (shape.size, shape.dtype, tensor.device.type) != (
-            item.shape.size,
-            item.shape.dtype,
-            self.device.type,
-        ):
+        if not self._is_alike(item):
             return False
         with quiet():
-            storage = tensor.untyped_storage()
+            shape, storage = Shape.of(tensor), tensor.untyped_storage()
+            is_fresh = (
+                item.is_gradient and item not in self.assigned
+            )  # of one that autograd has made, it holds parts itself
+            is_shared = not is_fresh and self._is_held(item, storage)
+            self._wait_out(item)
+            self._forget(item)
+            item.version = None
+            if is_shared:
+                return False
             if shape != item.shape or storage.nbytes() != item.nbytes:
                 storage = self.engine.new_buffer(item.nbytes, self.device)
                 item.shape.over(storage).copy_(tensor.detach())
                 tensor.data = item.shape.over(storage)
-            self._wait_out(item)
-            self._forget(item)
-            item.buffer, item.version = storage, None
+            self._leave_slot(item)
+            item.buffer = storage
             self._count(item)
         return True
+
+    def _is_alike(self, item: Movable) -> bool:
+        """Whether what is in the item's place could move as the item does."""
+        tensor = item.tensor
+        if (
+            tensor is None
+            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.layout is not torch.strided
+        ):
+            return False
+        found = tensor.size(), tensor.dtype, tensor.device.type
+        return found == (item.shape.size, item.shape.dtype, self.device.type)
+
+    def _is_held(self, item: Movable, storage: torch.UntypedStorage) -> bool:
+        """Whether somebody else holds the storage that the item's tensor shows; it says so once."""
+        if not _has_others(storage):
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"lowtide: {item.name} stays on {self.device}: somebody has kept a view, .data or an array of its "
+                "memory, which would not follow it; let go of that, or keep a clone()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return True
+
+    def _leave_slot(self, item: Movable) -> None:
+        """Give the item another slot if somebody has kept what shows the bytes in this one."""
+        self.free_left()
+        slot, shown = item.slot, item.away
+        if self.device.type != "cpu" or slot is None or shown is None or not _has_others(shown.untyped_storage()):
+            return
+        item.slot = None
+        try:
+            self.place(item)
+        except TierFull:
+            item.slot = slot
+            raise
+        self.items.pop(storage_key(shown.untyped_storage()))
+        self._left.append((slot, shown))
+
+    def free_left(self) -> None:
+        """Give back the slots that nobody has kept any more."""
+        for slot, shown in self._left:
+            if not _has_others(shown.untyped_storage()):
+                self.engine.free(slot)
+        self._left = [(slot, shown) for slot, shown in self._left if _has_others(shown.untyped_storage())]
 
     def _count(self, item: Movable) -> None:
         """The item's buffer takes memory from now on."""
@@ -330,7 +390,7 @@ class WeightMoves:
             if item.buffer is not None and item.event is None:  # what the slot shows was put back
                 self._wait_out(item)
                 self._forget(item)
-        elif not item.is_here and not self.take_in(item) and not item.is_gradient:
+        elif not item.is_here and not self.take_in(item) and not item.is_gradient and not self._is_alike(item):
             tensor = item.parameter
             raise RuntimeError(
                 f"lowtide: {item.name} is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device} now, and was "
@@ -457,7 +517,9 @@ class WeightMoves:
     def _drop(self, item: Movable) -> None:
         """Have the tensor show its slot, and let go of the buffer."""
         tensor, total = item.tensor, item.total
-        assert tensor is not None and item.away is not None
+        assert tensor is not None and item.away is not None and item.buffer is not None
+        if self._is_held(item, item.buffer):
+            return
         tensor.data = item.away
         self._forget(item)
         item.total = total
@@ -527,7 +589,7 @@ class WeightMoves:
             for item in [each for each in self._here if each not in self.staying]:
                 self._arrive(item)
                 self.leave(item)
-                if item.leaving is None:  # gone, or not ours any more
+                if item.leaving is None and not item.is_here:  # gone, or not ours any more
                     self._forget(item)
             self.retire(True)
 
@@ -543,6 +605,11 @@ class WeightMoves:
 
 
 _NEVER = 1 << 30
+
+
+def _has_others(storage: torch.UntypedStorage) -> bool:
+    """Whether more than one tensor holds a storage (and this object)."""
+    return storage_uses(storage_key(storage)) > 2
 
 
 def _tier(item: Movable) -> str:

@@ -26,10 +26,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,10 +40,11 @@ from lowtide.engines.tiers.disk import CHUNK_BYTES
 from lowtide.engines.tiers.host_buffers import HEAP_SLACK_BYTES
 from lowtide.errors import ConfigError, TierFull
 from lowtide.optimizer.buckets import LEAST_BYTES
+from lowtide.optimizer.groups import OwnedHook
 from lowtide.optimizer.requests import check_names, engine_for, tiers_from
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
 from lowtide.profiling.layers import MIN_BYTES, can_move, find_layers, times_used
-from lowtide.runtime.saved.handle import Kept, open_handle
+from lowtide.runtime.saved.handle import Kept, Shared, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, patched_module
 from lowtide.runtime.session.wrap import NO_HOOKS
 from lowtide.tensors.compiled import compiled_parts
@@ -60,7 +60,7 @@ from lowtide.tensors.private import (
     tree_leaves,
 )
 from lowtide.tensors.ranks import has_company
-from lowtide.tensors.view import Shape, View
+from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import is_distributed
 from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
@@ -110,35 +110,16 @@ class _Unit:
         return sum(item.nbytes for item in self.items)
 
 
-class HeldWeight:
-    """What autograd holds instead of a weight, or of a view of one."""
+class _Stay(NamedTuple):
+    """A weight during the backward of a part: what autograd's handles on it share."""
 
-    __slots__ = ("_item", "_swap", "_unit", "_view")
+    swap: WeightSwap
+    item: Movable
+    unit: _Unit
 
-    def __init__(self, swap: WeightSwap, item: Movable, unit: _Unit, tensor: torch.Tensor) -> None:
-        self._swap = swap
-        self._item = item
-        self._unit = unit
-        with quiet():
-            self._view = View(tensor)
-
-    def open(self) -> torch.Tensor:
-        """The tensor, fetched if need be. Raises RuntimeError if it was modified in place since it was saved."""
-        self._view.check()
-        return self._view.over(self._swap.storage_of(self._item, self._unit))
-
-
-class _Elsewhere:
-    """A saved tensor that hooks around the layer have taken."""
-
-    __slots__ = ("_unpack", "_value")
-
-    def __init__(self, value: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self._value = value
-        self._unpack = unpack
-
-    def open(self) -> torch.Tensor:
-        return self._unpack(self._value)
+    def read(self) -> torch.UntypedStorage:
+        """Its bytes on the device, fetched if need be."""
+        return self.swap.storage_of(self.item, self.unit)
 
 
 def swap_weights(
@@ -376,7 +357,7 @@ class WeightSwap:
         if optimizer is not None and self.weights:
             size = "auto" if bucket_bytes is None else bucket_bytes
             self.optimizer_swap = swap_optimizer(
-                optimizer, overlap=update, bucket_bytes=size, engine=moves.engine, weights=self
+                optimizer, overlap=update, bucket_bytes=size, engine=moves.engine, weights=self.holding
             )
         self._place_all({*parameters_of(optimizer)} if optimizer is not None and update == "step" else set())
         for item in self.weights.values():
@@ -421,12 +402,14 @@ class WeightSwap:
             for inner in module.modules():
                 own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
                 if own:
-                    undo.append(inner.register_load_state_dict_pre_hook(self._before_load(own)).remove)
+                    bring = inner.register_load_state_dict_pre_hook(lambda *_, own=own: self._moves.bring(own))
+                    undo.append(bring.remove)
         undo.append(self.model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove)
         undo.append(self.model.register_state_dict_post_hook(lambda *words: self._shown_in(words[1])).remove)
         for parameter, item in self._gradients.items():
-            undo.append(parameter.register_hook(_hook(self, item, WeightSwap._before_gradient)).remove)
-            complete = _hook(self, item, WeightSwap._after_gradient)
+            begins = OwnedHook(self, lambda swap, _, item=item: swap._before_gradient(item))
+            undo.append(parameter.register_hook(begins).remove)
+            complete = OwnedHook(self, lambda swap, _, item=item: swap._after_gradient(item))
             undo.append(parameter.register_post_accumulate_grad_hook(complete).remove)
         if optimizer is not None:
             undo.append(optimizer.register_step_post_hook(lambda *_: self.flush()).remove)
@@ -449,6 +432,7 @@ class WeightSwap:
                         plain = torch.empty_strided(*item.shape[:2], dtype=item.shape.dtype, device=self.device)
                         tensor.data = plain.copy_(host)
                 moves.free(item)
+            moves.free_left()
             while self._undo:
                 self._undo[-1]()
                 self._undo.pop()
@@ -471,7 +455,7 @@ class WeightSwap:
         before.detach()
         how: Any = {"resident": resident, "bucket_bytes": bucket_bytes, "num_buffers": num_buffers}
         self.optimizer_swap = swap_optimizer(
-            before.optimizer, overlap="in_backward", engine=self._moves.engine, weights=self, **how
+            before.optimizer, overlap="in_backward", engine=self._moves.engine, weights=self.holding, **how
         )
 
     def move_only(self, names: Collection[str], window_bytes: int) -> None:
@@ -532,7 +516,7 @@ class WeightSwap:
         """Have the part's weights there when its backward begins."""
         if are_transforms_active():
             return
-        hook = _hook(self, unit, WeightSwap._backward)
+        hook = OwnedHook(self, lambda swap, _: swap._backward(unit))
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(hook)
@@ -623,27 +607,23 @@ class WeightSwap:
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
     def _holding_saved(self) -> contextlib.AbstractContextManager[Any]:
-        """Hooks around a part's forward that give `HeldWeight`s for weights. The hooks of a plan call `hold` by
+        """Hooks around a part's forward that give handles for weights. The hooks of a plan call `hold` by
         themselves; a checkpoint region saves nothing."""
         if not torch.is_grad_enabled() or not are_saved_tensors_hooks_enabled() or are_transforms_active():
             return contextlib.nullcontext()
         hooks = top_saved_tensors_hooks()
         if hooks is None:
-            return saved_tensors_hooks(self._pack_alone, open_handle)
+            return saved_tensors_hooks(lambda tensor: self.hold(tensor) or Kept(tensor), open_handle)
         module = getattr(hooks[0], "__module__", "")
         if module.startswith("lowtide.") or module == "torch.utils.checkpoint":
             return contextlib.nullcontext()
         pack, unpack = hooks
+        return saved_tensors_hooks(
+            lambda tensor: self.hold(tensor) or pack(tensor),
+            lambda held: held.open() if isinstance(held, Shared) else unpack(held),
+        )
 
-        def pack_beside(tensor: torch.Tensor) -> Any:
-            return self.hold(tensor) or _Elsewhere(pack(tensor), unpack)
-
-        return saved_tensors_hooks(pack_beside, open_handle)
-
-    def _pack_alone(self, tensor: torch.Tensor) -> Any:
-        return self.hold(tensor) or Kept(tensor)
-
-    def hold(self, tensor: torch.Tensor) -> HeldWeight | None:
+    def hold(self, tensor: torch.Tensor) -> Shared | None:
         """A handle on a saved tensor that shows a swapped weight; None for any other."""
         if type(tensor) not in PLAIN_TYPES or not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
@@ -651,7 +631,8 @@ class WeightSwap:
         if item is None or item.is_gradient:
             return None
         unit = next((unit for unit in reversed(self._open) if item in unit.items), self._unit_of[item])
-        return HeldWeight(self, item, unit, tensor)
+        with quiet():
+            return Shared(_Stay(self, item, unit), tensor)
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether this is a weight that comes and goes."""
@@ -674,13 +655,14 @@ class WeightSwap:
             self._backward(unit)
             if not item.is_here:
                 self._moves.bring([item])
-            assert item.buffer is not None
-            return item.buffer
+            return item.parameter.untyped_storage() if item.buffer is None else item.buffer
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
     def _before_gradient(self, item: Movable) -> None:
         """A gradient is about to be added to one that has left."""
+        is_assigned = item.tensor is not None and not item.is_here and not item.is_away
+        (self._moves.assigned.add if is_assigned else self._moves.assigned.discard)(item)
         if item.is_away:
             self._moves.bring([item])
 
@@ -739,9 +721,6 @@ class WeightSwap:
             self._moves.open.remove(items)
             self.flush()
 
-    def _before_load(self, items: list[Movable]) -> Callable[..., None]:
-        return lambda *_: self._moves.bring(items)
-
     def _shown_in(self, state_dict: dict[str, Any]) -> None:
         """A checkpoint is made: of weights that are away, it has the tensors in main memory."""
         if self.device.type == "cpu":
@@ -779,15 +758,3 @@ class WeightSwap:
             f"(window {format_bytes(stats.window_bytes)}); {format_bytes(stats.fetched_bytes)} fetched, "
             f"{format_bytes(stats.sent_bytes)} sent, {stats.stall_seconds:.3f} s waited"
         )
-
-
-def _hook(swap: WeightSwap, subject: Any, call: Callable[[WeightSwap, Any], None]) -> Callable[..., None]:
-    """A hook that does not keep the handle alive: parameters and graphs may live longer."""
-    me = weakref.ref(swap)
-
-    def hook(*_: Any) -> None:
-        found = me()
-        if found is not None:
-            call(found, subject)
-
-    return hook

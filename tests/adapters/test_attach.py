@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.adapters.attach import Attached, Wish
+from lowtide.adapters.attach import Attached
 from lowtide.core.log import Listener
 from lowtide.runtime.session.forward_patch import patched_module
 from tests.support.virtual_engine import virtual
@@ -43,7 +43,7 @@ def test_a_budget_in_the_memory_of_apply_is_planned_for(form: str, tmp_path: Pat
 
 
 def test_attaching_again_lets_go_first() -> None:
-    attached = Attached(Wish(where="here", budget="1GiB", engine=virtual(1), say=lambda line: None))
+    attached = Attached("here", budget="1GiB", engine=virtual(1), say=lambda line: None)
     assert attached.scalars() == {}
     one, other = _model(), _model()
     attached.attach(one, None, speaks=True)
@@ -62,7 +62,7 @@ def test_attaching_again_lets_go_first() -> None:
 def test_a_plan_has_its_budget() -> None:
     plan = lowtide.plan(_model(), (torch.ones(4, 8),), budget="1GiB", loss=torch.sum)
     with pytest.raises(lowtide.ConfigError) as caught:
-        Wish(where="TideCallback", budget="1GiB", memory=plan)
+        Attached("TideCallback", budget="1GiB", memory=plan)
     assert str(caught.value) == "TideCallback: memory is a plan, which has its budget; leave budget out"
 
 
@@ -76,5 +76,5 @@ def test_a_plan_has_its_budget() -> None:
 )
 def test_a_bad_budget_is_refused_when_it_is_written_not_when_training_begins(budget: int | str, why: str) -> None:
     with pytest.raises(lowtide.ConfigError) as caught:
-        Wish(where="TideCallback", budget=budget)
+        Attached("TideCallback", budget=budget)
     assert str(caught.value) == f"TideCallback: budget: {why}"

@@ -194,6 +194,15 @@ class Lengths(Lean):
         run.size = (run.size[0], TOKENS * (1, 6, 2, 4)[step % 4])
 
 
+class ReplacesBuffers(Lean):
+    """Other tensors of the same values take the place of buffers, as in `load_state_dict(assign=True)`."""
+
+    def before(self, run: Run, step: int) -> None:
+        for module in run.model.modules() if step == CHANGE else ():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.clone())
+
+
 class EarlyStop(Side):
     """torch's checkpoints are told to stop early, or not to."""
 
@@ -215,6 +224,7 @@ SIDES: dict[str, type[Side]] = {
     "rounds_later": RoundsLater,
     "kernel_later": KernelLater,
     "lengths": Lengths,
+    "replaces_buffers": ReplacesBuffers,
     "early_stop": EarlyStop,
 }
 
@@ -277,7 +287,7 @@ class Fault:
 
 _HIDDEN = """
     namespace thread_local context_variable bytes object_array weak_dictionary locked_object enum_member imported_module
-    in_place_distribution global_module global_norm filled_by_hook teacher
+    in_place_distribution global_module global_norm filled_by_hook teacher noted_on_weight
 """
 
 CLASSES: dict[str, Fault] = {
@@ -287,6 +297,10 @@ CLASSES: dict[str, Fault] = {
     "leaves": Fault(block="leaves", plans=WITH_PLANS),
     "checkpoint_inside": Fault(block="checkpoint_inside", plans=(*EVERY, "leaves")),
     "early_stop": Fault(side="early_stop", layers=("checkpointed", "pointwise"), plans=EVERY, may_be_refused=False),
+    "own_backward": Fault(block="own_backward", plans=("recompute", "swap", "both", "leaves")),
+    "replaces_buffers": Fault(
+        side="replaces_buffers", layers=("conv", "normed"), plans=("recompute", "leaves", "both")
+    ),
     "selective_cells": Fault(block="selective_cells", plans=("selective",)),
     "preference": Fault(core="preference", plans=WITH_PLANS),
     "siamese": Fault(core="siamese", plans=WITH_PLANS),

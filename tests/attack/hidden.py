@@ -133,6 +133,31 @@ class WeakDictionary(Moving):
         return self.state[self.a]
 
 
+class NotedOnWeight(Moving):
+    """An attribute of a parameter, which the first call makes."""
+
+    def begin(self) -> None:
+        pass
+
+    def move(self) -> int:
+        weight: Any = self.a.weight
+        weight.num_calls = getattr(weight, "num_calls", 0) + 1
+        return weight.num_calls
+
+
+class OwnBackward(nn.Module):
+    """Trains a part by a loss of its own, as layers do that learn by themselves."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        h = torch.tanh(self.a(x.detach()))
+        h.float().square().mean().backward()
+        return self.b(h.detach() + x)
+
+
 class FilledByHook(Moving):
     """A list that a forward hook fills, of which the forward reads the length."""
 
@@ -301,6 +326,8 @@ BLOCKS: dict[str, Callable[[Random], nn.Module]] = {
     "global_module": GlobalModule,
     "global_norm": GlobalNorm,
     "filled_by_hook": FilledByHook,
+    "noted_on_weight": NotedOnWeight,
+    "own_backward": OwnBackward,
     "teacher": Teacher,
     "leaves": Leaves,
     "rounds": Rounds,

@@ -93,6 +93,7 @@ def test_a_second_backward_pass_is_refused() -> None:
     for _ in range(2):
         model(torch.ones(3, 24)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
     model(torch.ones(3, 24)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^lowtide: state_dict: the step that backward began is not done; call "):
         optimizer.state_dict()
@@ -184,6 +185,7 @@ def test_state_that_is_replaced_while_a_step_is_under_way_is_refused() -> None:
     for _ in range(2):
         model(torch.ones(3, 24)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
     model(torch.ones(3, 24)).sum().backward()
     before = optimizer.state
     optimizer.state = defaultdict(dict)
@@ -492,3 +494,43 @@ def test_what_is_frozen_between_forward_and_backward_is_not_stepped(set_to_none:
             handle.detach()
         results.append(result_of(list(model.parameters()), optimizer))
     assert_same(results[1], results[0])
+
+
+def _by_hand(model: nn.Module) -> None:
+    some = list(model.parameters())[::2]
+    for parameter, gradient in zip(some, torch.autograd.grad(model(torch.ones(3, 24)).sum(), some), strict=True):
+        parameter.grad = gradient
+
+
+@pytest.mark.parametrize("gives", [_by_hand, lambda model: None])
+def test_a_step_without_a_backward_pass_takes_no_gradients_of_zero(gives: Any) -> None:
+    """Gradients that are set by hand, or a batch that is skipped: no hook tells that `zero_grad()` was called."""
+    results = []
+    for engine in (None, VirtualEngine(2)):
+        torch.manual_seed(3)
+        model = Tower()
+        optimizer = _make("AdamW", model)
+        if engine:
+            swapped(optimizer, engine, overlap="in_backward")
+        for step in range(4):
+            model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            gives(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("steps_at_once", [True, False])
+def test_gradients_that_are_not_set_to_zero_between_steps_are_refused(steps_at_once: bool) -> None:
+    model = Tower()
+    optimizer = _make("AdamW", model)
+    swapped(optimizer, VirtualEngine(0), overlap="in_backward")
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 24)).sum().backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"^lowtide: gradients of the last step are still there, to be added to or"):
+        optimizer.step() if steps_at_once else model(torch.ones(3, 24)).sum().backward()

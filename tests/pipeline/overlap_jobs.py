@@ -215,7 +215,7 @@ def pipeline(
         made = paired(made)
     inputs = [torch.randn(2, 5 + number % 3, moe.WIDTH, generator=torch.Generator().manual_seed(number))
               for number in range(NUM_MICRO_BATCHES)]  # fmt: skip
-    truth, losses = _stages(made, most_kept, change), []
+    truth, losses = _stages(made, most_kept, change, is_plain=True), []
     overlap = Overlap(start=start)
     for batch in inputs:
         found: list[Tensor] = []
@@ -267,17 +267,21 @@ def pipeline(
     }
 
 
-def _stages(schedule: Schedule, most_kept: int | None, change: str | None) -> list[nn.Module]:
+def _stages(
+    schedule: Schedule, most_kept: int | None, change: str | None, *, is_plain: bool = False
+) -> list[nn.Module]:
+    """is_plain: with torch's own linear layers, for one process."""
     stages = []
     for stage in range(schedule.num_stages):
         torch.manual_seed(stage if most_kept is None else min(stage, schedule.num_stages - 1 - stage))
         block = moe.Block(1, hides=False)
         block.attention.dropout.p = 0.0
         if most_kept is not None:
-            for name, parameter in block.experts.each[0].named_parameters():
-                setattr(block.shared.get_submodule(name.split(".")[0]), name.split(".")[1], parameter)
+            for name, module in block.experts.each[0].named_modules():
+                if type(module) is nn.Linear:  # not the bias, which may not be used twice under autocast
+                    block.shared.get_submodule(name).weight = module.weight
             for module in block.modules():
-                if type(module) is nn.Linear:
+                if type(module) is nn.Linear and not is_plain:
                     module.forward = functools.partial(_linear, module)
         if change is not None:
             CHANGES[change](block)

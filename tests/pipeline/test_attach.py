@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = Counted.apply(linear(self.norm(x), self.up.weight, self.up.bias))
+        inner = Counted.apply(self.up(self.norm(x)))
         return x + linear(inner, self.down.weight, self.down.bias)
 
 

@@ -46,6 +46,13 @@ def test_a_pipeline_with_overlap_has_the_bits_of_one_process(answers: dict[str, 
         assert 4 * rank["num_filled"] >= (rank["num_alone"] if "kept" in name else 0)
 
 
+class _Product(nn.Linear):
+    """Puts nothing off."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
 class _Both(nn.Linear):
     """Uses its weight by `linear`, and by a product of torch's."""
 
@@ -57,7 +64,7 @@ class _Both(nn.Linear):
     ("stage", "is_known", "text"),
     [
         (nn.Linear, False, "WeightGradients(most_kept=1) has the waits of an Overlap run weight gradients, and"),
-        (nn.Linear, True, "no stage of this rank calls lowtide.pipeline.linear or grouped_linear"),
+        (_Product, True, "no stage of this rank has an nn.Linear or calls lowtide.pipeline.linear or grouped_linear"),
         (_Both, True, "stage 0 uses a weight of shape [4, 4] in lowtide.pipeline.linear and in another way"),
         (None, True, "a budget cannot be planned for weight gradients that stay for later waits"),
     ],
@@ -81,3 +88,22 @@ def test_what_cannot_be_kept_is_refused(stage: Any, is_known: bool, text: str) -
 
     with pytest.raises(ConfigError, match=re.escape(text)):
         step()
+
+
+def test_a_linear_layer_whose_weight_is_used_in_another_way_is_refused() -> None:
+    class Regular(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self[0].weight.square().mean()
+
+    stages = {stage: Regular(nn.Linear(4, 4)) for stage in (0, 1)}
+    schedule = make_schedule("zb_v", num_ranks=1, num_micro_batches=2)
+    pipeline = Pipeline(schedule, stages, loss=nn.functional.mse_loss, weight_gradients=WeightGradients())
+    batch = [torch.randn(2, 4), torch.randn(2, 4)]
+    with pytest.raises(ConfigError) as caught:
+        pipeline.step(batch, batch)
+    assert str(caught.value) == (
+        "pipeline: stage 0 uses '0.weight' in its nn.Linear and in another way, and its gradients would be added up in "
+        "another order; use it in one way, or leave weight_gradients out"
+    )
+    pipeline.close()
+    assert not any("forward" in vars(module) for stage in stages.values() for module in stage.modules())

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.pipeline.weight_gradients import WeightGradients, grouped_linear, linear
+from lowtide.errors import ConfigError
+from lowtide.pipeline.weight_gradients import WeightGradients, grouped_linear, linear, patch_linears
 from tests.support.zoo import same_bits
 
 CHUNK = (0, 0)
@@ -58,15 +59,20 @@ def test_linear_has_the_bits_of_torch(
         assert all(same_bits(got, want) for got, want in zip(gradients, wanted, strict=True))
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("rows", [[3, 0, 5], [0, 0, 4], [2, 2, 2]])
-def test_grouped_linear_has_the_bits_of_torch(rows: list[int]) -> None:
+def test_grouped_linear_has_the_bits_of_torch(rows: list[int], is_transposed: bool) -> None:
     x = torch.randn(sum(rows), 16, requires_grad=True)
-    weight = torch.randn(3, 16, 24, requires_grad=True)
+    weight = torch.randn(3, *((24, 16) if is_transposed else (16, 24)), requires_grad=True)
     offsets = torch.tensor(rows).cumsum(0).to(torch.int32)
-    _plain(lambda: F.grouped_mm(x, weight, offs=offsets))
+
+    def product(call: Callable[..., Tensor], *more: Tensor, **named: Tensor) -> Tensor:
+        return call(x, weight.transpose(-2, -1) if is_transposed else weight, *more, **named)
+
+    _plain(lambda: product(F.grouped_mm, offs=offsets))
     wanted = x.grad, weight.grad
     x.grad = weight.grad = None
-    _with_split(lambda: grouped_linear(x, weight, offsets), [weight])
+    _with_split(lambda: product(grouped_linear, offsets), [weight])
     assert same_bits(x.grad, wanted[0])
     assert same_bits(weight.grad, wanted[1])
 
@@ -150,6 +156,61 @@ def test_under_autocast() -> None:
     x.grad = weight.grad = bias.grad = None
     _with_split(lambda: cast(linear), [weight])
     assert all(same_bits(*pair) for pair in zip((x.grad, weight.grad, bias.grad), wanted, strict=True))
+
+
+@pytest.mark.parametrize("num_contexts", [1, 2])
+def test_two_uses_under_autocast_are_added_up_where_it_adds_them(num_contexts: int) -> None:
+    """In bf16 in the one cast that it keeps for a context, else in fp32."""
+    x, weight = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
+    more = [] if num_contexts == 1 else [nn.Parameter(torch.randn(8))]
+
+    def twice(call: Callable[..., Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.tanh(call(x, weight, *more))
+            if num_contexts == 1:
+                return call(y, weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(y, weight, *more)
+
+    _plain(lambda: twice(F.linear))
+    wanted = [each.grad for each in (weight, *more)]
+    for each in (weight, *more):
+        each.grad = None
+    _with_split(lambda: twice(linear), [weight])
+    assert all(same_bits(each.grad, want) for each, want in zip((weight, *more), wanted, strict=True))
+
+
+def test_a_bias_that_autocast_casts_for_two_uses_is_refused() -> None:
+    layer = nn.Linear(8, 8)
+    with pytest.raises(ConfigError) as caught, WeightGradients().forward(CHUNK), torch.autocast("cpu", torch.bfloat16):
+        linear(linear(torch.randn(4, 8), layer.weight, layer.bias), layer.weight, layer.bias)
+    assert str(caught.value) == (
+        "lowtide.pipeline: a linear layer of shape [8, 8] with a bias runs twice in one micro-batch under autocast, "
+        "where the gradients of its bias would be added up in another type; give the layer no bias, the stage bf16 "
+        "weights, or the pipeline no weight_gradients"
+    )
+
+
+def test_linear_layers_of_a_stage_put_off_by_themselves() -> None:
+    """And those that cannot are left as they are; after `undo` all are."""
+    stage = nn.ModuleDict({"own": nn.Linear(8, 8), "tied": nn.Linear(8, 8), "other": nn.Embedding(8, 8)})
+    stage["other"].weight = stage["tied"].weight
+    stage["by_keyword"], stage["made"] = nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def step() -> Tensor:
+        x = stage["own"](stage["tied"](stage["other"](torch.arange(8))))
+        return stage["made"](stage["by_keyword"](input=x))
+
+    _plain(step)
+    wanted = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    stage.zero_grad()
+    patches = patch_linears([stage])
+    assert [patch.module for patch in patches] == [stage["own"], stage["by_keyword"]]
+    _with_split(step, [stage["own"].weight])
+    assert all(same_bits(each.grad, wanted[name]) for name, each in stage.named_parameters())
+    for patch in patches:
+        patch.undo()
+    assert not any("forward" in vars(module) for module in stage.modules())
 
 
 def test_a_frozen_weight_is_left_alone() -> None:

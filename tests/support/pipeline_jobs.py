@@ -481,7 +481,7 @@ class Plain(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + linear(torch.tanh(linear(self.norm(x), self.up.weight, self.up.bias)), self.down.weight)
+        return x + linear(torch.tanh(self.up(self.norm(x))), self.down.weight)
 
 
 def sharded_under_torch(rank: int) -> dict[tuple[bool, bool], list[str]]:

@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH, bias=False)
 
     def forward(self, x: Tensor, scale: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        inner = torch.tanh(linear(self.norm(x) * scale, self.up.weight, self.up.bias))
+        inner = torch.tanh(self.up(self.norm(x) * scale))
         return x + linear(inner, self.down.weight) * (tokens > 2).unsqueeze(-1), scale, tokens
 
 

@@ -206,6 +206,95 @@ def test_a_weight_that_is_written_to_while_it_is_on_its_way() -> None:
         assert_alike(model, plain)
 
 
+def _keep_data(model: nn.Module, kept: dict[str, Any]) -> None:
+    kept.setdefault("data", [parameter.data for parameter in model.parameters()])
+    for data in kept["data"]:
+        data.mul_(0.9)
+
+
+def _keep_flat(model: nn.Module, kept: dict[str, Any]) -> None:
+    if not kept:
+        kept["data"] = [nn.utils.parameters_to_vector(model.parameters()).detach()]
+        nn.utils.vector_to_parameters(kept["data"][0], model.parameters())
+    kept["data"][0].mul_(0.9)
+
+
+def _exchange_data(model: nn.Module, kept: dict[str, Any]) -> None:
+    others = kept.setdefault("data", [torch.full_like(parameter, 0.01) for parameter in model.parameters()])
+    for parameter, other in zip(model.parameters(), others, strict=True):
+        parameter.data, other.data = other.data, parameter.data
+
+
+def _seen_in_forward(model: nn.Module, kept: dict[str, Any]) -> None:
+    if kept:
+        kept["data"][0].renorm_(2, 0, 0.3)
+        return
+    layer = model.layers[1].up
+    layer.register_forward_pre_hook(lambda *_: kept.update(data=[layer.weight.detach()]))
+
+
+def _keep_gradients(model: nn.Module, kept: dict[str, Any]) -> None:
+    kept.setdefault("data", []).extend(parameter.grad for parameter in model.parameters())
+
+
+def _keep_views_of_gradients(model: nn.Module, kept: dict[str, Any]) -> None:
+    kept.setdefault("data", []).extend(parameter.grad.detach() for parameter in model.parameters())
+
+
+def _gradients_in_one(model: nn.Module, kept: dict[str, Any]) -> None:
+    """As of a buffer that ranks reduce."""
+    if not kept:
+        kept["data"] = [torch.zeros(sum(parameter.numel() for parameter in model.parameters()))]
+    kept["data"][0].mul_(0.5)
+    parts = kept["data"][0].split([parameter.numel() for parameter in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+@pytest.mark.filterwarnings("ignore:lowtide. .* stays on cpu. somebody has kept:RuntimeWarning")
+@pytest.mark.parametrize("update", ["step", "in_backward"])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        *(_keep_data, _keep_flat, _exchange_data, _seen_in_forward),
+        *(_keep_gradients, _keep_views_of_gradients, _gradients_in_one),
+    ],
+    ids=lambda keep: keep.__name__,
+)
+def test_what_somebody_keeps_of_a_weight_or_gradient(keep: Callable[..., None], update: str) -> None:
+    if "gradients" in keep.__name__ if update == "in_backward" else keep is _keep_data:
+        return
+    model, optimizer, plain, plain_optimizer = two()
+    kept: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, update=update):
+        for _ in range(4):
+            for each, its_own, its_kept in ((model, optimizer, kept[0]), (plain, plain_optimizer, kept[1])):
+                each(TOKENS).backward()
+                if update == "step":
+                    keep(each, its_kept)
+                its_own.step()
+                its_own.zero_grad()
+                if update == "in_backward":
+                    keep(each, its_kept)
+        assert_alike(model, plain)
+        for one, other in zip(kept[0]["data"], kept[1]["data"], strict=True):
+            assert torch.equal(one, other)
+        model.zero_grad()
+
+
+def test_a_weight_that_somebody_keeps_stays_and_leaves_when_he_lets_go() -> None:
+    model, optimizer, *_ = two()
+    kept = model.layers[1].up.weight.detach()
+    with pytest.warns(RuntimeWarning, match=r"^lowtide: layers.1.up.weight stays on cpu: somebody has kept a view, .d"):
+        handle = lowtide.swap_weights(model, optimizer, min_bytes=1)
+    step(model, optimizer)
+    assert torch.equal(kept, model.layers[1].up.weight)
+    del kept
+    step(model, optimizer)
+    assert handle._moves.here_bytes == 0
+    handle.remove()
+
+
 class Clamped(nn.Linear):
     """Writes to its own weight through `.data`, from some forward on."""
 

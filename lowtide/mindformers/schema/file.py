@@ -126,7 +126,8 @@ class Sections:
         else:
             for path, pattern in unmatched:
                 report_nothing(work, path, f"'{pattern}'", pattern)
-        issues.note_foreign()
+        if issues.foreign:
+            issues.notes.insert(0, f"have no meaning here: {', '.join(issues.foreign)}")
         return Resolution(
             num_layers_per_stage=grid.table(),
             normalized=recompute.normalized() | swap.normalized(),
@@ -191,11 +192,8 @@ def read_sections(path: str | os.PathLike[str], root: RawValue | None = None) ->
 
 def has_sections(root: RawValue) -> bool:
     """Does the file have one of the two sections, or one of the newer schema?"""
-    return any(entry.key in SECTIONS or is_newer(entry.key, _below_keys(entry.node)) for entry in root.entries)
-
-
-def _below_keys(node: RawValue) -> dict[str, None] | None:
-    return dict.fromkeys(entry.key for entry in node.entries) if node.kind == "mapping" else None
+    keys = {entry.key: dict.fromkeys(inner.key for inner in entry.node.entries) for entry in root.entries}
+    return any(key in SECTIONS or is_newer(key, below) for key, below in keys.items())
 
 
 def _check_sections(name: str, values: dict[str, Any], issues: Issues) -> None:

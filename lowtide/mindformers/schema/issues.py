@@ -57,10 +57,6 @@ class Issues:
         if text not in self.warnings:
             self.warnings.append(text)
 
-    def note_foreign(self) -> None:
-        if self.foreign:
-            self.notes.insert(0, f"have no meaning here: {', '.join(self.foreign)}")
-
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)

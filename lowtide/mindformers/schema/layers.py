@@ -14,7 +14,7 @@ The result of resolving the two sections: a plan for each layer, with its log li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from lowtide.mindformers.schema.names import (
     find,
     is_within,
     judge,
+    lookup,
     matches_everything,
     nearest,
     operator_in,
@@ -169,16 +170,8 @@ class Work:
             why=why,
             comm_why=comm_why,
         )
-        for target, prefetch, path, verdict in self._swap(index, ops, is_full=is_full) if self.swap.is_on else ():
-            if not verdict.is_swapped:
-                plan.swap_lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
-                continue
-            plan.swap_ops[target] = prefetch
-            why.setdefault(target, self.issues.where(path))
-            if verdict.holes:
-                plan.swap_holes[target] = list(verdict.holes)
-            if verdict.reader:
-                plan.swap_stays[target] = verdict.reader
+        if self.swap.is_on:
+            self._swap(plan, ops)
         return plan
 
     def _select(self, key: str, index: int, why: dict[str, str]) -> list[str]:
@@ -192,16 +185,17 @@ class Work:
             if matches_everything(pattern):
                 self._everything(selection.path, pattern)
             found = self._find(pattern, index, selection.path, is_default=selection.is_default)
+            tree = self.trees[index] if only_operators and found.reading != "alias" else None
             for group in found.groups:
-                matches = [match for match in group if not (only_operators and match.is_op is False)]
-                for match in group:
-                    if match not in matches:
-                        self._module_where_operator(key, match.name, selection.path)
-                for match in matches:
-                    why.setdefault(match.name, self.issues.where(selection.path))
-                    if names.setdefault(match.name, pattern) != pattern:
-                        self._twice(selection.path, match.name, names[match.name], pattern)
-                logged += [match.name for match in matches[-1:]] if not found.translated else []
+                modules = [name for name in group if isinstance(lookup(name, tree), Mapping)]
+                named = [name for name in group if name not in modules]
+                for name in modules:
+                    self._module_where_operator(key, name, selection.path)
+                for name in named:
+                    why.setdefault(name, self.issues.where(selection.path))
+                    if names.setdefault(name, pattern) != pattern:
+                        self._twice(selection.path, name, names[name], pattern)
+                logged += named[-1:] if not found.translated else []
             logged += found.logged if found.translated else []
         if key == "select_recompute":
             self._check_overlaps(names, key, index)
@@ -263,8 +257,9 @@ class Work:
 
     # ---- swap
 
-    def _swap(self, index: int, ops: list[str], *, is_full: bool) -> Iterator[tuple[str, Prefetch, str, Verdict]]:
-        """The parts of a layer that are to be swapped, with prefetch and rule, and what recompute leaves of each."""
+    def _swap(self, plan: LayerPlan, ops: list[str]) -> None:
+        """Fill in which parts of a layer are swapped, and what recompute, that of `ops` too, leaves of each."""
+        index, is_full = plan.index, plan.full_recompute
         asked: dict[str, tuple[Prefetch, str]] = {}
         entry = first_entry(self.swap.layers, index)
         if entry is not None:
@@ -276,15 +271,24 @@ class Work:
             if entry is None:
                 continue
             found = self._find(pattern, index, entry.path, is_default=self.swap.is_default)
-            for match in found.matches:
-                asked.pop(match.name, None)
-                asked[match.name] = (entry.prefetch, entry.path)
+            for name in found.names:
+                asked.pop(name, None)
+                asked[name] = (entry.prefetch, entry.path)
             for name in found.logged:
                 logged.append(f"{name if '.' in name else '.' + name}, value={entry.prefetch}")
         if logged:
             self.lines.append(f"Set op_swap at layer {index}: {', '.join(logged)}")
         for target, (prefetch, path) in asked.items():
-            yield target, prefetch, path, self._judge(target, path, index, ops, is_full=is_full)
+            verdict = self._judge(target, path, index, ops, is_full=is_full)
+            if not verdict.is_swapped:
+                plan.swap_lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
+                continue
+            plan.swap_ops[target] = prefetch
+            plan.why.setdefault(target, self.issues.where(path))
+            if verdict.holes:
+                plan.swap_holes[target] = list(verdict.holes)
+            if verdict.reader:
+                plan.swap_stays[target] = verdict.reader
 
     def _judge(self, target: str, path: str, index: int, ops: list[str], *, is_full: bool) -> Verdict:
         """What recompute leaves of a swapped part; says why for what it does not leave."""
@@ -330,7 +334,7 @@ class Work:
             if not selection.covers(following):
                 continue
             found = find(pattern, self.trees[following], is_default=selection.is_default)
-            if any("input_norm" in roles_of(match.name, self.trees[following]) for match in found.matches):
+            if any("input_norm" in roles_of(name, self.trees[following]) for name in found.names):
                 return True
         return False
 
@@ -387,8 +391,8 @@ def _report_pattern(work: Work, path: str, pattern: str, found: list[Found]) -> 
             path, f"'{pattern}' has plain dots, with which upstream matches nothing; read as '{separated}'"
         )
     elif "alias" in readings and "exact" not in readings:
-        names = next(one for one in found if one.reading == "alias").matches
-        shown = ", ".join(f"'{match.name}'" for match in names)
+        names = next(one for one in found if one.reading == "alias").names
+        shown = ", ".join(f"'{name}'" for name in names)
         if work.issues.compat and family_of(work.trees[0]) in ("legacy", "mcore"):
             work.issues.warn(path, f"'{pattern}' is a Hugging Face name, which upstream does not know; read as {shown}")
         else:

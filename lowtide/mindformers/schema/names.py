@@ -54,34 +54,25 @@ _REPEATS = (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """One matched part of a layer."""
-
-    name: str
-    is_op: bool | None
-    """True: an operator; False: a module; None: not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """Everything that a pattern names in one layer."""
 
-    groups: tuple[tuple[Match, ...], ...] = ()
-    """Matches that share a parent; upstream's log shows the last one of each."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Names that share a parent; upstream's log shows the last one of each."""
     reading: str = "exact"
     """exact | plain dots | alias | free | nothing"""
     translated: tuple[str, ...] = ()
     """With `alias`: the names in MindSpore's own tree that the pattern stands for."""
 
     @property
-    def matches(self) -> list[Match]:
-        return [match for group in self.groups for match in group]
+    def names(self) -> list[str]:
+        return [name for group in self.groups for name in group]
 
     @property
     def logged(self) -> list[str]:
         """The names that upstream's log shows: of matches that share a parent the last one."""
         if not self.translated:
-            return [group[-1].name for group in self.groups]
+            return [group[-1] for group in self.groups]
         last = {name.rpartition(".")[0]: name for name in self.translated}
         return [name for name in self.translated if last[name.rpartition(".")[0]] == name]
 
@@ -128,7 +119,7 @@ def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
         parts = plain or levels(pattern)
         known = [name for role in LLAMA for name in role.legacy if _names(parts, name)]
         names = known if known and any(re.escape(part) != part for part in parts) else [".".join(parts)]
-        unknown = tuple((Match(name=name, is_op=None),) for name in names)
+        unknown = tuple((name,) for name in names)
         return Found(groups=unknown, reading="plain dots" if plain else "exact")
     if groups := tuple(_walk(tree, levels(pattern), "")):
         return Found(groups=groups)
@@ -137,7 +128,7 @@ def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
         return Found(groups=groups, reading="plain dots")
     parts = plain or levels(pattern)
     if names := _translate(parts, tree, is_default=is_default):
-        groups = tuple((Match(name=name, is_op=None),) for name in names)
+        groups = tuple((name,) for name in names)
         return Found(groups=groups, reading="alias", translated=_as_upstream(parts, tree))
     if family_of(tree) == "hf" and parts[-1] in FREE_OPS:
         return Found(reading="free")
@@ -208,7 +199,7 @@ def is_within(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
 
 
-def _walk(tree: Tree, parts: list[str], prefix: str) -> Iterator[tuple[Match, ...]]:
+def _walk(tree: Tree, parts: list[str], prefix: str) -> Iterator[tuple[str, ...]]:
     first, *rest = parts
     found = [name for name in tree if fits(first, name)]
     if rest:
@@ -219,7 +210,7 @@ def _walk(tree: Tree, parts: list[str], prefix: str) -> Iterator[tuple[Match, ..
     ops = sorted(name for name in found if tree[name] is None)
     modules = [name for name in found if tree[name] is not None]
     if found:
-        yield tuple(Match(name=f"{prefix}{name}", is_op=tree[name] is None) for name in (*ops, *modules))
+        yield tuple(f"{prefix}{name}" for name in (*ops, *modules))
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def read_newer(
 
     Raises `ConfigError` for what upstream refuses; for what it warns about, or silently leaves out, unless `compat`.
     """
-    reader = _NewerReader(num_layers=len(trees), trees=trees, held=held, issues=issues)
+    reader = _NewerReader(trees=trees, held=held, issues=issues)
     swap = reader.swap(reader.section(sections, "swap"))
     recompute = reader.recompute(reader.section(sections, "recompute"), reader.section(sections, "recompute_comm"))
     return recompute, swap, reader.unmatched
@@ -60,7 +60,6 @@ def read_newer(
 
 @dataclass(slots=True, kw_only=True)
 class _NewerReader:
-    num_layers: int
     trees: list[Tree | None]
     held: range
     issues: Issues
@@ -141,10 +140,10 @@ class _NewerReader:
                     self.issues.note(f"no effect: swap.{key}, because swap.enable is not true")
             return Swap(ops={})
         prefetch = section.get("default_prefetch", 1)
-        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or not 1 <= prefetch < self.num_layers:
+        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or not 1 <= prefetch < len(self.trees):
             self.issues.refuse(
                 "swap.default_prefetch",
-                f"must be a number of layers, 1 to {self.num_layers - 1}, not {prefetch!r}",
+                f"must be a number of layers, 1 to {len(self.trees) - 1}, not {prefetch!r}",
             )
         whole = self._whole_layers(section.get("layer_swap"), prefetch)
         wanted: dict[str, tuple[list[int], str]] = {}
@@ -218,18 +217,18 @@ class _NewerReader:
             first, last = int(match[1]), int(match[2] or match[1])
             if first > last:
                 self.issues.refuse(where, f"runs backwards; write '{last}-{first}'")
-            if last >= self.num_layers:
-                self.issues.refuse(where, f"names layer {last}, but layers are 0 to {self.num_layers - 1}")
+            if last >= len(self.trees):
+                self.issues.refuse(where, f"names layer {last}, but layers are 0 to {len(self.trees) - 1}")
             if found and first <= found[-1]:
                 self.issues.refuse(
                     where, f"starts at layer {first}, but {found[-1]} is named before; write ranges in ascending order"
                 )
             found += range(first, last + 1)
-        if found and prefetch and found[-1] + prefetch >= self.num_layers:
+        if found and prefetch and found[-1] + prefetch >= len(self.trees):
             self.issues.refuse(
                 path,
                 f"names layer {found[-1]}, which would be fetched when backward reaches layer {found[-1] + prefetch}, "
-                f"but layers are 0 to {self.num_layers - 1}; name layers up to {self.num_layers - prefetch - 1}",
+                f"but layers are 0 to {len(self.trees) - 1}; name layers up to {len(self.trees) - prefetch - 1}",
             )
         return found
 
@@ -238,7 +237,7 @@ class _NewerReader:
         if value is None:
             return {}
         if isinstance(value, list | tuple):
-            wanted = {name: (list(range(self.num_layers)), join_path(path, at)) for at, name in enumerate(value)}
+            wanted = {name: (list(range(len(self.trees))), join_path(path, at)) for at, name in enumerate(value)}
         elif isinstance(value, Mapping):
             wanted = {name: (self.layers(at, join_path(path, str(name))), path) for name, at in value.items()}
             wanted = {name: (layers, join_path(path, str(name))) for name, (layers, _) in wanted.items()}

@@ -44,8 +44,9 @@ from lowtide.profiling.observe_call import loss_or_all
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.kinds import tensors_in
 from lowtide.tensors.modes import remembered_cast_bytes
-from lowtide.tensors.private import queue_callback, tree_leaves
+from lowtide.tensors.private import queue_callback
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
@@ -112,7 +113,7 @@ class StepWatch:
         is_first = not self.is_first_told and self._first_marks is None
         is_timed = is_compared and self._engine.device_type == "cpu"
         start, started = self._start, list[float]()
-        root = _first_with_graph(loss_or_all(output))
+        root = next((leaf for leaf in tensors_in(loss_or_all(output)) if leaf.grad_fn is not None), None)
         loop_is_over = None
         if is_compared:
             self.note_peak()
@@ -230,11 +231,6 @@ class StepWatch:
             taken, expected = format_seconds(seconds), format_seconds(predicted.pass_seconds)
             phrases.append(f"forward and backward {taken}, predicted {expected} ({off})")
         return f"lowtide: step 1: {'; '.join(phrases)}"
-
-
-def _first_with_graph(output: Any) -> torch.Tensor | None:
-    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-    return next((leaf for leaf in leaves if leaf.grad_fn is not None), None)
 
 
 def _off(measured: float, predicted: float) -> str:

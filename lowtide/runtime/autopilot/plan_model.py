@@ -24,6 +24,7 @@ from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace
+from lowtide.profiling.observe_step import device_of
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware, memory_of_hardware
@@ -57,7 +58,7 @@ def plan(
     config = merged_config(memory, budget, host_budget)
     refuse_compiled(model, "lowtide.plan", parts=True)
     optimizer = optimizer_of(optimizer, "lowtide.plan")
-    name = hardware_of(model) if hardware is None else hardware
+    name = hardware_of_device(device_of(model)) if hardware is None else hardware
     chosen = name if isinstance(name, Hardware) else load_hardware(name)
     if progress is not None:
         progress("tracing one step")
@@ -102,24 +103,12 @@ def merged_config(memory: Any, budget: int | str | None, host_budget: int | str 
     if memory is None or isinstance(memory, Mapping):
         config = load_memory({**(memory or {}), **changes})
     else:
-        config = load_memory(memory)
-        if changes:
-            config = dataclasses.replace(config, **dataclasses.asdict(_sizes(changes)))
+        config, parsed = load_memory(memory), load_memory(changes)
+        config = dataclasses.replace(config, **{key: getattr(parsed, key) for key in changes})
     if not config.has_budget:
         raise ConfigError("memory.budget: a budget is needed to plan for; write e.g. budget='20GiB'")
     check_unit("memory.budget", config.budget)
     return config
-
-
-def _sizes(changes: Mapping[str, int | str]) -> Any:
-    parsed = load_memory(changes)
-    made = dataclasses.make_dataclass("Sizes", list(changes))
-    return made(**{key: getattr(parsed, key) for key in changes})
-
-
-def hardware_of(model: nn.Module) -> str:
-    """The name of the hardware file for the device that the model is on. Raises ConfigError for one without a file."""
-    return hardware_of_device(next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
 
 
 def hardware_of_device(device: torch.device) -> str:

@@ -305,9 +305,7 @@ def _least_bytes(profile: Profile, plan: Plan) -> int:
     """The most that is on the device beside what is held for backward: state, all gradients, temporaries, what an
     operator of forward has just made, and what one of backward needs at once. So much is taken in a step of any length
     that consists of the same operators, in whatever order."""
-    rules = plan.rules
-    layers = tuple(name for name in profile.layers if rules.decide(name, is_site=False).fate is Fate.RECOMPUTE)
-    profile = run_again(profile, layers)
+    profile = run_again(profile, plan.rules.rerun(plan.layers))
     recipes = {site.name: site.recipe for site in plan.sites if site.fate is Fate.RECOMPUTE and site.recipe is not None}
     num_ops = len(profile.op_seconds)
     need = {node.name: node.reads[0] if node.reads else num_ops for node in profile.nodes}

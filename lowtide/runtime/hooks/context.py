@@ -14,8 +14,9 @@ because they change: code that compares a version reads it at that moment.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,28 +29,11 @@ from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Node
 from lowtide.runtime.recompute.watch import Draws, Watch
-from lowtide.runtime.saved.stats import Counters, Ledger
+from lowtide.runtime.saved.stats import Counters
 from lowtide.tensors.kinds import is_movable, is_plain, leads_to_parameter, storage_keys, unregistered_in
 from lowtide.tensors.private import COMPILED_NODE, base_of, is_view, storage_key
 from lowtide.tensors.view import TensorOrigin
 from lowtide.tensors.wrappers import inside
-
-
-class InputKeeper(Protocol):
-    """Holds inputs of recomputed layers in another form, such as this rank's slice of them."""
-
-    def instead_of(
-        self,
-        handle: Any,
-        tensor: torch.Tensor,
-        parts: dict[int, Any],
-        where: str,
-        *,
-        counters: Counters,
-        ledger: Ledger,
-        compares: bool,
-    ) -> Any:
-        """The handle on an input of layer `where`: `handle`, or another. `parts`: what this forward holds so."""
 
 
 @dataclass
@@ -76,8 +60,8 @@ class PlanContext:
     """Watches live bytes; None without a limit."""
     keeps_collectives: bool = False
     """What collectives give in recomputed layers is kept, and they are not issued again."""
-    slices: InputKeeper | None = None
-    """Cuts the inputs of recomputed layers into slices; None: they are kept whole."""
+    slices: Callable[..., Any] | None = None
+    """Gives a handle with a slice of an input of a recomputed layer, where that can be; None: inputs are kept whole."""
     unplanned: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
 

@@ -179,7 +179,7 @@ class Regions:
         assert slices is not None
         is_first = self._first.is_on
         with disable_current_modes() if is_first else contextlib.nullcontext():
-            return slices.instead_of(
+            return slices(
                 handle,
                 tensor,
                 self._parts,

@@ -21,7 +21,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -118,9 +117,7 @@ class SelectiveOffload:
     def __enter__(self) -> SelectiveOffload:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

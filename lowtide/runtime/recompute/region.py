@@ -120,6 +120,8 @@ class RegionRun:
         self._output: list[Print] | None = None
         """Fingerprints of what the first run gave, where the second one goes to its end."""
         self._has_run = False
+        self._is_read_early = False
+        """Its first run took gradients of what it had saved."""
         self._made: dict[Any, _Made] = {}
         """By backward pass: what its second run has saved and set on Functions, until it is read."""
         self._functions: list[FunctionRow] = []
@@ -264,12 +266,20 @@ class RegionRun:
         to_the_end = is_whole or bool(self._functions)
         saves = SecondSaves(dropped, self.fingerprints, to_the_end=to_the_end)
         start = next_sequence_number()
+        self._is_read_early |= dropped.note is not None
+        gradients = self._gradients() if self._is_read_early else None
         with self.replayed():
             with saves.hooked():
                 output = self._make_once(tensors)
             # Before buffers are as they were.
             on_functions = taken_from(tensors_in(output), start, self._functions) if self._functions else []
             prints = [self.fingerprints.of(tensor) for each in on_functions for tensor in tensors_on(each)]
+        if gradients is not None and gradients != self._gradients():
+            self.watch.differs = True
+            raise self.watch.refusal_of(
+                f"lowtide: the recomputed {self.watch} calls backward() in its own forward, and run again it added to "
+                "gradients once more: set them to zero, and keep or swap it. It is not run again from the next step on."
+            )
         saves.compare_kinds()
         self._compare(list(dropped.prints.values()), saves.prints, self._refuse_saved)
         if self._output is not None:
@@ -283,6 +293,10 @@ class RegionRun:
         ]
         self._made[_current_backward()] = _Made(needed, on_functions)
         dropped.come_back()
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """What shows that gradients of the module's parameters were added to."""
+        return [(id(p.grad), -1 if p.grad is None else _version(p.grad)) for p in self.call.module.parameters()]
 
     def _compare(self, then: list[Print], now: list[Print], refuse: Callable[[int], NoReturn]) -> None:
         task = current_graph_task_id()

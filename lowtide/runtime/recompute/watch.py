@@ -199,6 +199,8 @@ class Known:
         """Containers, objects, closures and generators that move."""
         self.moving: set[int] = set()
         """Identities of tensors of the modules' own that a run writes to."""
+        self.tree: Callable[[], Tree | None] = lambda: None
+        """That of the last run."""
         self.written: list[tuple[StorageWeakRef, ref[torch.Tensor]]] = []
         """Other tensors that it writes to."""
         self.read: list[ref[torch.Tensor]] = []
@@ -407,9 +409,10 @@ class Before:
             self._walked = None
         if self.flow is not None:
             self._learn(self.flow)
-        elif known.path is None:
+        elif known.path is None or known.tree() is not self._tree:  # other tensors may be statistics of a norm
             with disable_current_modes():
                 known.moving |= {key for key, (view, then) in self._copies.items() if not same_bytes(view, then)}
+        known.tree = ref(self._tree)
         now = self._marks.again()
         moved = self._marks.moved(now)
         for tensor in moved:

@@ -26,6 +26,7 @@ from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import attach_where, why_not
 from lowtide.profiling.layers import find_layers, named_layers
+from lowtide.profiling.observe_step import refuse_lazy
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
@@ -50,6 +51,7 @@ def apply(
     `moves_state`: also of the optimizer, if the plan says so; False where the caller sees to that (runtime/autopilot).
     """
     optimizer = checked(model, optimizer, "lowtide.apply")
+    refuse_lazy(model, "lowtide.apply")
     plan = plan_of(model, memory)
     if plan.moves_weights and swapped_weights_of(model) is None:
         raise ConfigError(
@@ -178,15 +180,14 @@ def warn_about_checkpointing(model: nn.Module) -> None:
 
 def warn_about_parts(model: nn.Module, plan: Plan) -> None:
     """A rule about a part of a recomputed layer, or of a compiled module, has no effect there, and says so."""
-    recomputed = [name for name in plan.layers if plan.rules.decide(name, is_site=False).fate is Fate.RECOMPUTE]
-    compiled, names = [*compiled_parts(model)], module_names(model)
+    compiled, names, layers = [*compiled_parts(model)], module_names(model), plan.rules.rerun(plan.layers)
     why_layer = (
         "a recomputed layer holds on to nothing but its inputs. To treat its parts differently, name the modules to "
         "recompute instead of the layer."
     )
     why_compiled = "a compiled module is one node. Name the module itself, or compile only parts of it."
     for rule in plan.rules.rules:
-        for wholes, why in ((() if rule.fate is Fate.RECOMPUTE else recomputed, why_layer), (compiled, why_compiled)):
+        for wholes, why in ((() if rule.fate is Fate.RECOMPUTE else layers, why_layer), (compiled, why_compiled)):
             matched = [name for name in names if rule.pattern.matches(name, is_site=False)]
             found = {lies_in(name, wholes) for name in matched} - set(matched) if rule.pattern.text != "*" else set()
             inside = [whole for whole in wholes if whole in found]

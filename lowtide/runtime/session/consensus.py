@@ -106,7 +106,8 @@ def meet(
 
 def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:
     """The first rank's plan, if every rank has one; else the error with the highest floor, on every rank."""
-    answers = gather((None if plan is None else plan.to_json(), _packed(error)), group)
+    own = None if error is None else (str(error), error.floor_bytes, error.suggestions)
+    answers = gather((None if plan is None else plan.to_json(), own), group)
     errors = [packed for _, packed in answers if packed is not None]
     if errors:
         message, floor_bytes, suggestions = max(errors, key=lambda packed: packed[1])
@@ -115,7 +116,3 @@ def agreed(plan: Plan | None, error: BudgetError | None, group: Any) -> Plan:
         assert plan is not None
         return plan
     return Plan.from_json(answers[0][0])
-
-
-def _packed(error: BudgetError | None) -> tuple[str, int, tuple[str, ...]] | None:
-    return None if error is None else (str(error), error.floor_bytes, error.suggestions)

@@ -44,11 +44,14 @@ class ForwardPatch:
         handle: Any = None,
         *,
         weights: Any = None,
+        is_below: bool = False,
     ) -> None:
         self.module = module
         self.around = around
         self.weights = weights
-        """The handle of weights that this patch has come and go; it may stand under a plan's patch, which has None."""
+        """The handle of weights that this patch has come and go; None for a plan's patch."""
+        self.is_below = is_below or weights is not None
+        """It may stand under a plan's patch."""
         self.handle = handle
         """What the user got for the model whose patch this is; None for the patches of modules inside of it."""
         self.slot = COMPILED_CALL if is_compiled_module(module) else "forward"
@@ -81,8 +84,9 @@ class ForwardPatch:
         """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
         way has looked `forward` up before its hooks ran."""
         if not self._came_off:
-            return ForwardPatch(self.module, self.around, self.handle, weights=self.weights)
-        self.__init__(self.module, self.around, self.handle, weights=self.weights)  # type: ignore[misc]
+            return ForwardPatch(self.module, self.around, self.handle, weights=self.weights, is_below=self.is_below)
+        how: Any = {"weights": self.weights, "is_below": self.is_below}
+        self.__init__(self.module, self.around, self.handle, **how)  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> tuple:
@@ -104,7 +108,7 @@ def _patches(model: nn.Module) -> Iterator[tuple[str, ForwardPatch]]:
     for name, module in model.named_modules():
         for slot in ("forward", COMPILED_CALL):
             patch = module.__dict__.get(slot)
-            if isinstance(patch, ForwardPatch) and patch._is_active and patch.weights is None:
+            if isinstance(patch, ForwardPatch) and patch._is_active and not patch.is_below:
                 yield name, patch
 
 

@@ -336,6 +336,10 @@ def test_a_lazy_module_is_refused_by_name() -> None:
             "observe: '0.weight' has no shape yet (a lazy module); run the model once, so that it is initialized as it "
             "would be without lowtide"
         )
+    with pytest.raises(
+        lowtide.ConfigError, match=r"^lowtide\.apply: '0\.weight' has no shape yet \(a lazy module\); run"
+    ):
+        lowtide.apply(model, {"swap": "all"})
 
 
 def test_the_batch_of_the_first_step_is_let_go_without_a_collection() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import lowtide
+from lowtide.errors import RecomputeRefusedError
 from tests.support import zoo
 from tests.support.virtual_engine import virtual
 
@@ -208,6 +209,13 @@ class Draws(Block):
         return self.act(self.a(x) * factor + torch.rand(WIDTH, generator=self.torchs)).square()
 
 
+class NotesOnWeight(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.a.weight
+        weight.num_calls = getattr(weight, "num_calls", 0) + 1
+        return self.act(self.a(x) * weight.num_calls).square()
+
+
 class MakesOnce(Block):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "mask"):
@@ -216,7 +224,7 @@ class MakesOnce(Block):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("block", [Counts, Remembers, WritesInPlace, Holds, Draws, MakesOnce])
+@pytest.mark.parametrize("block", [Counts, Remembers, WritesInPlace, Holds, Draws, NotesOnWeight, MakesOnce])
 def test_what_a_layer_moves_by_itself_is_put_back(block: type[nn.Module], way: str) -> None:
     assert_same(block, LAYER, WAYS[way])
     assert_same(block, SWAPPED, WAYS[way])
@@ -633,3 +641,55 @@ def test_a_cache_that_holds_tokens_is_refused() -> None:
             "lowtide: a layer under recompute was called with past_key_values that already holds tokens; running it "
             "again would change them. Train with use_cache=False, or give this layer another fate."
         )
+
+
+class _OwnBackward(Block):
+    """Trains its first linear by a loss of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.a(x.detach()))
+        h.square().mean().backward(retain_graph=True)
+        return self.b(h.detach() + x)
+
+
+def test_a_backward_pass_in_a_forward_is_refused_in_the_first_step() -> None:
+    truth = in_turn(stack(_OwnBackward))
+    model = stack(_OwnBackward)
+    with lowtide.apply(model, LAYER):
+        for name in ("layers.1", "layers.0"):
+            with pytest.raises(RecomputeRefusedError) as caught:
+                model(rows(0)).square().mean().backward()
+            assert str(caught.value) == (
+                f"lowtide: the recomputed '{name}' (_OwnBackward) calls backward() in its own forward, and run again "
+                "it added to gradients once more: set them to zero, and keep or swap it. It is not run again from the "
+                "next step on."
+            )
+            model.zero_grad()
+        assert all(map(torch.equal, in_turn(model), truth))
+
+
+class _WithStatistics(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self.norm(self.a(x)))).square()
+
+
+def test_statistics_that_were_put_in_the_place_of_others_move_once() -> None:
+    def run(model: nn.Module) -> list[Tensor]:
+        found = []
+        for step in range(8):
+            if step == 6:
+                there = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict(there, assign=True)
+            model(rows(step)).square().mean().backward()
+            found += [*gradients(model), *(buffer.clone() for buffer in model.buffers())]
+        return found
+
+    truth = run(stack(_WithStatistics))
+    for plan in (LAYER, {**LEAF, "recompute": ["layers.*.norm"]}):
+        model = stack(_WithStatistics)
+        with lowtide.apply(model, plan):
+            assert all(map(torch.equal, run(model), truth)), plan
