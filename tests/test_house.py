@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_437,
+    "lines": 58_486,
     "files": 240,
-    "classes": 500,
+    "classes": 501,
     "files that one other file imports": 34,
     "classes with more than 15 attributes": 12,
     "class names that several classes have": 14,

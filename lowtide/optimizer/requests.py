@@ -324,7 +324,56 @@ def _tried(optimizer: torch.optim.Optimizer, before: Snapshot, *, has_missing: b
     except Exception as error:
         return f"{name} cannot be stepped in parts ({type(error).__name__}: {error})"
     odd = _difference(whole, parts)
-    return f"{name} cannot be stepped in parts: {odd} came out different in a trial on small parameters" if odd else ""
+    if odd:
+        return f"{name} cannot be stepped in parts: {odd} came out different in a trial on small parameters"
+    if "closure" not in inspect.signature(step).parameters:
+        return ""
+    before.restore()
+    return _tried_with_closure(optimizer, has_missing=has_missing)
+
+
+def _tried_with_closure(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> str:
+    """Why the optimizer cannot have its closure evaluated once, before it steps; '' where it can, or never does."""
+    name = type(optimizer).__name__
+    whole, parts = _Evaluated(_twin(optimizer)), _Evaluated(_twin(optimizer))
+    step = bare_step(type(optimizer))
+
+    def in_parts(twin: torch.optim.Optimizer) -> None:
+        parts.evaluate()
+        _step_in_parts(twin, step)
+
+    try:
+        _take_steps(whole.optimizer, lambda twin: step(twin, closure=whole.evaluate), has_missing)
+        if not whole.count:
+            return ""
+        _take_steps(parts.optimizer, in_parts, has_missing)
+    except Exception as error:
+        return f"{name} could not be tried with a closure on small parameters ({type(error).__name__}: {error})"
+    odd = _difference(whole.optimizer, parts.optimizer)
+    if whole.count == parts.count and not odd:
+        return ""
+    return (
+        f"{name} cannot be stepped in parts: it does not evaluate its closure once, before it steps "
+        f"({whole.count} times in {NUM_STEPS} steps of a trial)"
+    )
+
+
+class _Evaluated:
+    """An optimizer of the trial, and its closure: gradients that depend on the weights, and on how often it ran."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.count = 0
+
+    @torch.no_grad()
+    def evaluate(self) -> torch.Tensor:
+        self.count += 1
+        loss = torch.zeros(())
+        for parameter in parameters_of(self.optimizer):
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * self.count + parameter
+                loss = parameter.grad.abs().sum().cpu()
+        return loss
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -60,6 +60,23 @@ class WantsClosure(_Custom):
         closure()
 
 
+class EvaluatesFirst(_Custom):
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        super().step()
+        return loss
+
+
+class EvaluatesLate(_Custom):
+    """Looks ahead, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if closure is not None:
+            closure()
+            super().step()
+
+
 class Broken(_Custom):
     def step(self, closure: Any = None) -> None:
         raise KeyError("model")
@@ -92,6 +109,12 @@ class Inner(torch.optim.AdamW):
         (SharedState, PREFIX.format("SharedState", "state['all']")),
         (KeepsParameters, PREFIX.format("KeepsParameters", "a parameter of param_groups[0]")),
         (WantsClosure, "WantsClosure.step cannot do without a closure, so it may evaluate it more than once"),
+        (EvaluatesFirst, ""),
+        (
+            EvaluatesLate,
+            "EvaluatesLate cannot be stepped in parts: it does not evaluate its closure once, before it steps "
+            "(3 times in 3 steps of a trial)",
+        ),
         (Broken, "Broken is not of torch, and could not be tried on small parameters (KeyError: 'model')"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
