@@ -134,7 +134,10 @@ class GroupSnapshot:
 
     def _is_other(self, number: int, key: str, then: Any, now: Any) -> bool:
         if now is then and key in self._versions[number]:
-            return version_of(now) != self._versions[number][key]
+            if version_of(now) != self._versions[number][key]:
+                return True
+            if now.device.type != "cpu":
+                return False  # the host would wait for its bytes, to see a write through `.data`
         return not same_value(self._frozen[number].get(key, then), now)
 
     def _changes_in(self, number: int, part: dict[str, Any]) -> Changes:

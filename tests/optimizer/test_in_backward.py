@@ -402,6 +402,10 @@ def _change_tensor(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     optimizer.param_groups[0]["count"].add_(1)
 
 
+def _change_data(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.param_groups[0]["count"].data.add_(1)
+
+
 def _add_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
 
@@ -419,6 +423,7 @@ def _tell_of_infs(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         ("fused", _tell_of_infs, "GradScaler unscales gradients when the optimizer steps"),
         ("AdamW", _change_rate, "param_groups[0]['lr'] was changed between the backward pass and the step"),
         ("Counted", _change_tensor, "param_groups[0]['count'] was changed between the backward pass and the step"),
+        ("Counted", _change_data, "param_groups[0]['count'] was changed between the backward pass and the step"),
         ("AdamW", _add_group, "param_groups was changed between the backward pass and the step"),
     ],
 )
@@ -454,7 +459,7 @@ def test_what_comes_too_late_for_some_parameters_is_refused_and_a_checkpoint_men
         return  # plain refuses the checkpoint too
     if change is _tell_of_infs:
         del optimizer.found_inf
-    if change is _change_tensor:
+    if change in (_change_tensor, _change_data):
         optimizer.param_groups[0]["count"].sub_(1)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
