@@ -302,7 +302,7 @@ def patch_linears(stages: Collection[nn.Module]) -> list[ForwardPatch]:
     for number, module in modules.items():
         if type(module) is not nn.Linear or "forward" in vars(module) or number in compiled:
             continue
-        if num_holders[id(vars(module)["_parameters"].get("weight"))] == 1:
+        if num_holders[id(dict(module.named_parameters(recurse=False)).get("weight"))] == 1:
             found.append(ForwardPatch(module, functools.partial(_as_linear, module), is_below=True))
     return found
 

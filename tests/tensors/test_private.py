@@ -280,6 +280,17 @@ def test_storages_are_told_apart() -> None:
     assert private.storage_key(empty[0].untyped_storage()) != private.storage_key(empty[1].untyped_storage())
 
 
+def test_who_holds_a_storage_is_counted() -> None:
+    tensor = torch.zeros(4)
+    key = private.storage_key(tensor.untyped_storage())
+    alone = private.storage_uses(key)
+    view, array = tensor[1:], tensor.numpy()
+    assert private.storage_uses(key) > alone
+    del view, array
+    gc.collect()
+    assert private.storage_uses(key) == alone
+
+
 def test_a_storage_is_found_while_it_lives() -> None:
     tensor = torch.zeros(4)
     weak = StorageWeakRef(tensor.untyped_storage())
