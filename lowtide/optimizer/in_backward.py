@@ -34,9 +34,11 @@ a parameter's own is.
 Buckets are fetched ahead in the order of the step before, as many as there are places for.
 Which gradients a bucket waits for is known from the step before, and a gradient that was kept (`set_to_none=False`)
 does not count as one of this pass; what a step does not use is stepped with zeros then, as in plain training. State
-that somebody has replaced since the pass began waits for `step()`. Gradients that were used are None afterwards.
+that somebody has replaced since the pass began waits for `step()`. Gradients that were used are None afterwards, so
+others that are still there after a step must have been set to zero: else that is refused.
 Cost: a few microseconds a parameter, and one wait for the device at `step()`: writes that no version counts (through
-`gradient.data`, and those of `GradScaler`) are seen in samples. Not seen: such a write to a few elements.
+`gradient.data`, and those of `GradScaler`) are seen in samples. With `set_to_none=False` one more wait, when backward
+begins. Not seen: such a write to a few elements.
 """
 
 from __future__ import annotations

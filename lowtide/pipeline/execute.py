@@ -260,8 +260,8 @@ class Pipeline:
                 )
         return None
 
-    def may_put_off_less(self) -> bool:
-        """Have every I of this rank do the whole backward, where nobody has asked for W by name."""
+    def stop_putting_off(self) -> bool:
+        """Have every I of this rank do the whole backward; False where the user has asked for W."""
         if self.weight_gradients is None or not self.weight_gradients.may_be_idle:
             return False
         self.weight_gradients.leave()
@@ -491,6 +491,7 @@ class _Walk:
                 output = self._loss_of(output, micro_batch)
         if is_first:
             self._learn_from(stage, made, (*leaves, *tree_leaves(given)))
+            self._refuse_mixed(stage, (*made, *as_tuple(output)), leaves)
             if not all(map(torch.equal, before, _random_states(module))):
                 self.draws.add(stage)
         # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
@@ -505,18 +506,22 @@ class _Walk:
         if fsdp_modules(self._pipeline.stages[stage]):
             return
         known = self._pipeline.weights.setdefault(stage, [])
-        mixed: list[torch.Tensor] = []
-        for weight in weights_behind(made, until=given, mixed=mixed):
+        for weight in weights_behind(made, until=given):
             if not any(weight is each for each in known):
                 known.append(weight)
                 self._gradients.include(stage, weight)
-        weights = self._pipeline.weight_gradients
+
+    def _refuse_mixed(self, stage: int, made: Sequence[Any], leaves: Tensors) -> None:
+        """ConfigError for a weight that is put off, and that the stage, its loss or its input uses in another way."""
+        weights, mixed = self._pipeline.weight_gradients, list[torch.Tensor]()
+        weights_behind(made, until=leaves, mixed=mixed)
         for weight in mixed:
             if weights is not None and weights.has_entered(weight):
-                name = next(n for n, each in self._pipeline.stages[stage].named_parameters() if each is weight)
+                names = (name for name, each in self._pipeline.stages[stage].named_parameters() if each is weight)
                 raise ConfigError(
-                    f"pipeline: stage {stage} uses '{name}' in its nn.Linear and in another way, and its gradients "
-                    "would be added up in another order; use it in one way, or leave weight_gradients out"
+                    f"pipeline: stage {stage} uses '{next(names, 'weight')}' in its nn.Linear and in another way, and "
+                    "its gradients would be added up in another order; use it in one way, make that layer a subclass "
+                    "of nn.Linear (which puts nothing off), or leave weight_gradients out"
                 )
             if weights is not None and weights.most_kept is not None:
                 raise ConfigError(

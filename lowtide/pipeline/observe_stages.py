@@ -78,7 +78,7 @@ def observe_stages(
             later = _KeptUntilW()
             with later if _is_split(pipeline, stage) else contextlib.nullcontext():
                 profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
-            if later.kept and exchanges and pipeline.may_put_off_less():
+            if later.kept and exchanges and pipeline.stop_putting_off():
                 return observe(stage, args, kwargs)
             if later.kept and exchanges:
                 raise ConfigError(

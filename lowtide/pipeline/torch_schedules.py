@@ -3,9 +3,9 @@
 What: `attach(schedule)` takes the rows of the schedule (torch's Schedule1F1B, ScheduleZBVZeroBubble, ...), proves them,
 and has them carried out by a `Pipeline` (execute.py) on the modules of its stages. `schedule.step` and what it is given
 stay: torch splits the batch, fills `losses` and merges outputs. With rules each stage follows them; with a budget all
-ranks plan in the first step (budget.py). Where the schedule splits backwards, a stage does its backward once, in I, and
-what its linear layers put off in W; torch's own split walks the graph for each, and runs a recomputed layer
-again both times. `run_pair=Overlap().run_pair` has the two halves of a pair hide each other's exchanges.
+ranks plan in the first step (budget.py). Where the schedule splits backwards, a stage does its backward once, in I, but
+for the weight gradients of its linear layers, which it does in W; torch's own split walks the graph for each, and runs
+a recomputed layer again both times. `run_pair=Overlap().run_pair` has the halves of a pair hide each other's exchanges.
 Why not functions registered with their runtime: their stages would still hold buffers, outputs and sends of all
 micro-batches to the end of the step, which a budget cannot hold.
 Cost: that of `Pipeline`. Not covered: arguments of the loss (`loss_kwargs`) and skip connections, refused by name;

@@ -153,8 +153,20 @@ class WeightGradients:
         self._linears: list[ForwardPatch] = []
 
     def enter(self, stages: Collection[nn.Module]) -> None:
-        """Have the `nn.Linear` modules of these stages call `linear`, until `leave()`."""
-        self._linears += patch_linears(stages)
+        """Have the `nn.Linear` modules of these stages call `linear`, until `leave()`.
+
+        Left as they are: modules of other classes or with a forward of their own, inside of compiled ones, with a
+        weight that another module has too; and calls with a weight that tensor parallelism shares out.
+        """
+        modules = {id(module): module for stage in stages for module in stage.modules()}
+        num_holders = Counter(id(held) for module in modules.values() for held in module.parameters(recurse=False))
+        compiled = {id(part) for stage in stages for each in compiled_parts(stage).values() for part in each.modules()}
+        for number, module in modules.items():
+            if type(module) is not nn.Linear or "forward" in vars(module) or number in compiled:
+                continue
+            if num_holders[id(dict(module.named_parameters(recurse=False)).get("weight"))] == 1:
+                around = functools.partial(_as_linear, module)
+                self._linears.append(ForwardPatch(module, around, is_below=True))
 
     def leave(self) -> None:
         """Leave the stages as they were. Idempotent."""
@@ -287,24 +299,6 @@ def _edge_of_cast(weight: torch.Tensor) -> GradientEdge:
     while (following := next(each for each, _ in node.next_functions if each is not None)) is not target:
         node = following
     return GradientEdge(node, 0)
-
-
-def patch_linears(stages: Collection[nn.Module]) -> list[ForwardPatch]:
-    """Have the `nn.Linear` modules of these stages call `linear`, each until its `undo()`.
-
-    Left as they are: modules of other classes or with a forward of their own, inside of compiled ones, with a weight
-    that another module has too; and calls with a weight that tensor parallelism shares out.
-    """
-    modules = {id(module): module for stage in stages for module in stage.modules()}
-    num_holders = Counter(id(held) for module in modules.values() for held in module.parameters(recurse=False))
-    compiled = {id(part) for stage in stages for each in compiled_parts(stage).values() for part in each.modules()}
-    found = []
-    for number, module in modules.items():
-        if type(module) is not nn.Linear or "forward" in vars(module) or number in compiled:
-            continue
-        if num_holders[id(dict(module.named_parameters(recurse=False)).get("weight"))] == 1:
-            found.append(ForwardPatch(module, functools.partial(_as_linear, module), is_below=True))
-    return found
 
 
 def _as_linear(module: nn.Linear, forward: Callable[..., torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:

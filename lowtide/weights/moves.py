@@ -48,6 +48,7 @@ import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
 from lowtide.errors import TierFull
+from lowtide.tensors.kinds import PLAIN_TYPES
 from lowtide.tensors.private import (
     DisableFuncTorch,
     current_graph_task_id,
@@ -211,9 +212,8 @@ class WeightMoves:
             return False
         with quiet():
             shape, storage = Shape.of(tensor), tensor.untyped_storage()
-            is_fresh = (
-                item.is_gradient and item not in self.assigned
-            )  # of one that autograd has made, it holds parts itself
+            # Of a gradient that autograd has made, it holds parts itself.
+            is_fresh = item.is_gradient and item not in self.assigned
             is_shared = not is_fresh and self._is_held(item, storage)
             self._wait_out(item)
             self._forget(item)
@@ -232,11 +232,7 @@ class WeightMoves:
     def _is_alike(self, item: Movable) -> bool:
         """Whether what is in the item's place could move as the item does."""
         tensor = item.tensor
-        if (
-            tensor is None
-            or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-            or tensor.layout is not torch.strided
-        ):
+        if tensor is None or type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
             return False
         found = tensor.size(), tensor.dtype, tensor.device.type
         return found == (item.shape.size, item.shape.dtype, self.device.type)

@@ -90,20 +90,29 @@ def test_what_cannot_be_kept_is_refused(stage: Any, is_known: bool, text: str) -
         step()
 
 
-def test_a_linear_layer_whose_weight_is_used_in_another_way_is_refused() -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_linear_layer_whose_weight_is_used_in_another_way_is_refused(place: int) -> None:
+    """In the stage, or in the loss after the last one."""
+
     class Regular(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + self[0].weight.square().mean()
 
-    stages = {stage: Regular(nn.Linear(4, 4)) for stage in (0, 1)}
+    stages = {stage: (Regular if stage == place == 0 else nn.Sequential)(nn.Linear(4, 4)) for stage in (0, 1)}
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.mse_loss(output, target)
+        return found + stages[1][0].weight.square().mean() if place else found
+
     schedule = make_schedule("zb_v", num_ranks=1, num_micro_batches=2)
-    pipeline = Pipeline(schedule, stages, loss=nn.functional.mse_loss, weight_gradients=WeightGradients())
+    pipeline = Pipeline(schedule, stages, loss=loss, weight_gradients=WeightGradients())
     batch = [torch.randn(2, 4), torch.randn(2, 4)]
     with pytest.raises(ConfigError) as caught:
         pipeline.step(batch, batch)
     assert str(caught.value) == (
-        "pipeline: stage 0 uses '0.weight' in its nn.Linear and in another way, and its gradients would be added up in "
-        "another order; use it in one way, or leave weight_gradients out"
+        f"pipeline: stage {place} uses '0.weight' in its nn.Linear and in another way, and its gradients would be "
+        "added up in another order; use it in one way, make that layer a subclass of nn.Linear (which puts nothing "
+        "off), or leave weight_gradients out"
     )
     pipeline.close()
     assert not any("forward" in vars(module) for stage in stages.values() for module in stage.modules())

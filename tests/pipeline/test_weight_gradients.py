@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.weight_gradients import WeightGradients, grouped_linear, linear, patch_linears
+from lowtide.pipeline.weight_gradients import WeightGradients, grouped_linear, linear
 from tests.support.zoo import same_bits
 
 CHUNK = (0, 0)
@@ -192,7 +192,7 @@ def test_a_bias_that_autocast_casts_for_two_uses_is_refused() -> None:
 
 
 def test_linear_layers_of_a_stage_put_off_by_themselves() -> None:
-    """And those that cannot are left as they are; after `undo` all are."""
+    """And those that cannot are left as they are; after `leave` all are."""
     stage = nn.ModuleDict({"own": nn.Linear(8, 8), "tied": nn.Linear(8, 8), "other": nn.Embedding(8, 8)})
     stage["other"].weight = stage["tied"].weight
     stage["by_keyword"], stage["made"] = nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
@@ -204,12 +204,12 @@ def test_linear_layers_of_a_stage_put_off_by_themselves() -> None:
     _plain(step)
     wanted = {name: parameter.grad for name, parameter in stage.named_parameters()}
     stage.zero_grad()
-    patches = patch_linears([stage])
-    assert [patch.module for patch in patches] == [stage["own"], stage["by_keyword"]]
+    store = WeightGradients()
+    store.enter([stage])
+    assert [name for name, module in stage.named_modules() if "forward" in vars(module)] == ["own", "by_keyword"]
     _with_split(step, [stage["own"].weight])
     assert all(same_bits(each.grad, wanted[name]) for name, each in stage.named_parameters())
-    for patch in patches:
-        patch.undo()
+    store.leave()
     assert not any("forward" in vars(module) for module in stage.modules())
 
 
