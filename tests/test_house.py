@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_486,
+    "lines": 58_501,
     "files": 240,
     "classes": 501,
     "files that one other file imports": 34,

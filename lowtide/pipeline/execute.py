@@ -491,9 +491,10 @@ class _Walk:
                 output = self._loss_of(output, micro_batch)
         if is_first:
             self._learn_from(stage, made, (*leaves, *tree_leaves(given)))
-            self._refuse_mixed(stage, (*made, *as_tuple(output)), leaves)
             if not all(map(torch.equal, before, _random_states(module))):
                 self.draws.add(stage)
+        if weights is not None and self._pipeline.num_steps == 1:
+            self._refuse_mixed(stage, (*made, *as_tuple(output)), leaves)
         # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
         for weight in weights_behind([*tree_leaves(given), *as_tuple(output)], until=(*leaves, *made)):
             self._gradients.include(stage, weight)
@@ -513,22 +514,16 @@ class _Walk:
 
     def _refuse_mixed(self, stage: int, made: Sequence[Any], leaves: Tensors) -> None:
         """ConfigError for a weight that is put off, and that the stage, its loss or its input uses in another way."""
-        weights, mixed = self._pipeline.weight_gradients, list[torch.Tensor]()
+        mixed: list[torch.Tensor] = []
         weights_behind(made, until=leaves, mixed=mixed)
         for weight in mixed:
-            if weights is not None and weights.has_entered(weight):
-                names = (name for name, each in self._pipeline.stages[stage].named_parameters() if each is weight)
-                raise ConfigError(
-                    f"pipeline: stage {stage} uses '{next(names, 'weight')}' in its nn.Linear and in another way, and "
-                    "its gradients would be added up in another order; use it in one way, make that layer a subclass "
-                    "of nn.Linear (which puts nothing off), or leave weight_gradients out"
-                )
-            if weights is not None and weights.most_kept is not None:
-                raise ConfigError(
-                    f"pipeline: stage {stage} uses a weight of shape {list(weight.shape)} in lowtide.pipeline.linear "
-                    "and in another way, and beside most_kept its gradients would be added up in another order; use it "
-                    "in one way, or leave most_kept out"
-                )
+            named = self._pipeline.stages[stage].named_parameters()
+            name = next((f"'{name}'" for name, each in named if each is weight), f"a weight {list(weight.shape)}")
+            raise ConfigError(
+                f"pipeline: stage {stage} uses {name} in a linear layer that puts weight gradients off, and in another "
+                "way: they would be added up in another order. Use it in one way, make the layer a subclass of "
+                "nn.Linear (which puts nothing off), or leave weight_gradients out"
+            )
 
     def _loss_of(self, output: Any, micro_batch: int) -> torch.Tensor:
         assert self._pipeline.loss is not None and self._targets is not None

@@ -51,6 +51,21 @@ class _Blank:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    order: tuple[int, ...]
+    """Of its dimensions in memory, slowest first: a product of transposed tensors has other bits."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Blank:
+        stride = tensor.stride()
+        order = tuple(sorted(range(tensor.ndim), key=lambda dim: -stride[dim]))
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        stride, step = [0] * len(self.shape), 1
+        for dim in reversed(self.order):
+            stride[dim] = step
+            step *= max(1, self.shape[dim])
+        return torch.empty_strided(self.shape, stride, dtype=self.dtype, device=device)
 
 
 _Blanks = tuple[_Blank | None, ...]
@@ -118,7 +133,7 @@ class GroupTransport:
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
         """Begin, and return. The tensors are let go of when they have gone."""
         self._raise_lost_send()
-        blanks = tuple(None if t is None else _Blank(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        blanks = tuple(None if tensor is None else _Blank.of(tensor) for tensor in tensors)
         key = self._key_of(result)
         doing = f"was sending {send_of(result)} to it"
         known = None if key is None else self._known.get(key)
@@ -134,7 +149,11 @@ class GroupTransport:
             )
         with self._sending:
             self._on_the_way.add(result)
-        there = [tensor.detach().contiguous() for tensor in tensors if tensor is not None and tensor.numel()]
+        there = [
+            tensor.detach().permute(blank.order).contiguous()
+            for tensor, blank in zip(tensors, blanks, strict=True)
+            if tensor is not None and blank is not None and tensor.numel()
+        ]
         self._post(result, there, self._ways[int(to < self.rank)], to, doing)
 
     def ask(self, result: Result, *, source: int) -> None:
@@ -149,13 +168,16 @@ class GroupTransport:
         tensors: list[torch.Tensor | None] = []
         works: list[Any] = []
         for blank in blanks:
-            tensor = None if blank is None else torch.empty(blank.shape, dtype=blank.dtype, device=self._device)
-            if tensor is not None and tensor.numel():
+            if blank is None:
+                tensors.append(None)
+                continue
+            tensor = blank.empty(self._device)
+            if tensor.numel():
                 try:
-                    works.append(dist.irecv(_bytes_of(tensor), group=way, group_src=source))
+                    works.append(dist.irecv(_bytes_of(tensor.permute(blank.order)), group=way, group_src=source))
                 except RuntimeError as error:
                     raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
-            tensors.append(tensor if tensor is None or blank is None else tensor.requires_grad_(blank.requires_grad))
+            tensors.append(tensor.requires_grad_(blank.requires_grad))
         self._asked[result] = _Asked(source, tuple(tensors), works)
 
     def read(self, result: Result) -> Tensors:
@@ -225,7 +247,8 @@ class GroupTransport:
         if result != expected:
             raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {send_of(result)}")
         return tuple(
-            None if each is None else _Blank(tuple(each[0]), getattr(torch, each[1]), each[2]) for each in blanks
+            None if each is None else _Blank(tuple(each[0]), getattr(torch, each[1]), each[2], tuple(each[3]))
+            for each in blanks
         )
 
     def _take_in(self, words: torch.Tensor, source: int, doing: str) -> None:
@@ -290,7 +313,9 @@ class GroupTransport:
 
 def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:
     """So many bytes, whatever they say. Raises ConfigError for what they cannot say."""
-    every = [None if each is None else [each.shape, _name(each.dtype), each.requires_grad] for each in blanks]
+    every = [
+        None if each is None else [each.shape, _name(each.dtype), each.requires_grad, each.order] for each in blanks
+    ]
     text = json.dumps([result, every]).encode()
     if len(text) > HEAD_BYTES:
         raise ConfigError(

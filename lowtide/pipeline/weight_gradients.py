@@ -21,9 +21,8 @@ forward have come, or the backward is over.
 
 Cost: input and output gradient of each such call stay from I to W, or for `most_kept` chunks more. Nothing is copied.
 The call goes through a function written in Python, 10 to 20 us.
-Not covered: other modules, which do their weights in I; a weight that a stage also uses in another way (refused, but
-where a stage calls `linear` by itself, without `most_kept`: there its uses are added one by one); double backward; DDP
-inside a stage with a split backward; budgets beside `most_kept`.
+Not covered: other modules, which do their weights in I; a weight that a stage also uses in another way, as far as the
+first step shows it (refused); double backward; DDP inside a stage with a split backward; budgets beside `most_kept`.
 """
 
 from __future__ import annotations
@@ -172,10 +171,6 @@ class WeightGradients:
         """Leave the stages as they were. Idempotent."""
         while self._linears:
             self._linears.pop().undo()
-
-    def has_entered(self, weight: torch.Tensor) -> bool:
-        """Whether it is that of a module which calls `linear` for it."""
-        return any(patch.module.weight is weight for patch in self._linears)
 
     @contextlib.contextmanager
     def forward(self, chunk: Chunk) -> Iterator[None]:
@@ -345,7 +340,7 @@ def weights_behind(
     seen = set(_nodes_of(until))
     waiting = _nodes_of(tensors)
     found = []
-    put_off, others = set(), set()
+    put_off, others = set(), set(waiting)
     while waiting:
         node = waiting.pop()
         if node in seen:

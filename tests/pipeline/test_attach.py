@@ -7,7 +7,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -192,6 +192,31 @@ def with_keywords(rank: int) -> list[str]:
     return found
 
 
+class Turned(Stage):
+    """Passes on what is transposed in memory."""
+
+    given: ClassVar[set[tuple[int, ...]]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given.add(x.stride())
+        return super().forward(x).t().contiguous().t()
+
+
+def transposed(rank: int) -> list[str]:
+    """What differs where products read transposed tensors, whose bits are others on some machines."""
+    torch.manual_seed(0)
+    every = [Turned() for _ in range(2)]
+    truth = copy.deepcopy(every)
+    inputs, targets = torch.randn(5 * M, 8), torch.randn(5 * M, 8)
+    one_process(truth, inputs, targets)
+    attached = attach(schedule := torchs(rank, "Schedule1F1B", every))
+    Turned.given.clear()
+    schedule.step(*((inputs,) if rank == 0 else ()), target=targets if rank == 1 else None, return_outputs=False)
+    attached.remove()
+    found = different(rank, "Schedule1F1B", every, truth, M)
+    return found if Turned.given == {(8, 1) if rank == 0 else (1, 5)} else [*found, f"strides {Turned.given}"]
+
+
 def within(rank: int, name: str) -> dict[str, Any]:
     """A budget of three quarters of what all kept takes: what differs, and peaks."""
     torch.manual_seed(0)
@@ -256,8 +281,8 @@ def in_pairs(rank: int, order: str) -> tuple[list[str], int]:
     return different(rank, name, every, truth, M), len(pairs)
 
 
-def test_keywords_outputs_and_eval_are_torchs(tmp_path: Path) -> None:
-    assert two_ranks.run(__name__, [("with_keywords", {})], tmp_path) == [([], [])]
+def test_keywords_outputs_and_eval_are_torchs_and_layouts_in_memory_stay(tmp_path: Path) -> None:
+    assert two_ranks.run(__name__, [("with_keywords", {}), ("transposed", {})], tmp_path) == [([], [])] * 2
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.pipeline import Overlap, Pipeline, WeightGradients, fit_stages, linear
 from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.schedule import Schedule, from_csv
 from tests.support import two_ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -65,7 +66,7 @@ class _Both(nn.Linear):
     [
         (nn.Linear, False, "WeightGradients(most_kept=1) has the waits of an Overlap run weight gradients, and"),
         (_Product, True, "no stage of this rank has an nn.Linear or calls lowtide.pipeline.linear or grouped_linear"),
-        (_Both, True, "stage 0 uses a weight of shape [4, 4] in lowtide.pipeline.linear and in another way"),
+        (_Both, True, "stage 0 uses 'weight' in a linear layer that puts weight gradients off, and in another way"),
         (None, True, "a budget cannot be planned for weight gradients that stay for later waits"),
     ],
 )
@@ -90,9 +91,16 @@ def test_what_cannot_be_kept_is_refused(stage: Any, is_known: bool, text: str) -
         step()
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_linear_layer_whose_weight_is_used_in_another_way_is_refused(place: int) -> None:
-    """In the stage, or in the loss after the last one."""
+@pytest.mark.parametrize(
+    ("place", "schedule"),
+    [
+        (0, make_schedule("zb_v", num_ranks=1, num_micro_batches=2)),
+        (1, make_schedule("zb_v", num_ranks=1, num_micro_batches=2)),
+        (1, from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1I1,0I1,0W1,1W1", source="here", name="late")),
+    ],
+    ids=["in a stage", "in the loss", "the first backward is not split"],
+)
+def test_a_linear_layer_whose_weight_is_used_in_another_way_is_refused(place: int, schedule: Schedule) -> None:
 
     class Regular(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,15 +112,14 @@ def test_a_linear_layer_whose_weight_is_used_in_another_way_is_refused(place: in
         found = nn.functional.mse_loss(output, target)
         return found + stages[1][0].weight.square().mean() if place else found
 
-    schedule = make_schedule("zb_v", num_ranks=1, num_micro_batches=2)
     pipeline = Pipeline(schedule, stages, loss=loss, weight_gradients=WeightGradients())
     batch = [torch.randn(2, 4), torch.randn(2, 4)]
     with pytest.raises(ConfigError) as caught:
         pipeline.step(batch, batch)
     assert str(caught.value) == (
-        f"pipeline: stage {place} uses '0.weight' in its nn.Linear and in another way, and its gradients would be "
-        "added up in another order; use it in one way, make that layer a subclass of nn.Linear (which puts nothing "
-        "off), or leave weight_gradients out"
+        f"pipeline: stage {place} uses '0.weight' in a linear layer that puts weight gradients off, and in another "
+        "way: they would be added up in another order. Use it in one way, make the layer a subclass of nn.Linear "
+        "(which puts nothing off), or leave weight_gradients out"
     )
     pipeline.close()
     assert not any("forward" in vars(module) for stage in stages.values() for module in stage.modules())
