@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import lowtide
 from tests.support import zoo
 from tests.support.failing import Failing
-from tests.support.virtual_engine import virtual
+from tests.support.virtual_engine import VirtualEngine, virtual
 
 WIDTH = 16
 NUM_STEPS = 1_000
@@ -290,3 +291,34 @@ def test_a_graph_that_outlives_its_tide_still_works_and_then_frees_everything(en
         assert all(zoo.same_bits(*pair) for pair in zip(got, want, strict=True))
         del loss, got
     assert _left() == before
+
+
+class _KeepsOutput(nn.Module):
+    """A model that keeps what it gave last, and with it a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.last = x
+        return x
+
+
+@pytest.mark.parametrize("memory", [{"keep": ["*"]}, {"swap": "all"}, "budget"], ids=["keep", "swap", "budget"])
+def test_a_model_that_keeps_its_last_output_dies_with_it(memory: dict | str) -> None:
+    model, engine = _KeepsOutput(), VirtualEngine(0)
+    if isinstance(memory, str):
+        handle = lowtide.optimize(model, budget="1MiB", engine=engine)
+    else:
+        handle = lowtide.apply(model, {**memory, "min_bytes": 0}, engine=engine)
+    for _ in range(3):
+        model(torch.randn(64, WIDTH))
+    handle.remove()
+    weak = weakref.ref(model)
+    del model, handle
+    gc.collect()
+    assert weak() is None
+    assert not engine.num_slots

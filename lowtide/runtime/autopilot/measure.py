@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,8 @@ class StepWatch:
     def __init__(self, engine: Engine, under_budget: nn.Module | None = None) -> None:
         """`under_budget`: plans have room for casts of its weights until the forward pass is over, and not longer."""
         self._engine = engine
-        self._under_budget = under_budget
+        # A graph holds this, and must not hold the model: a model that keeps its last output would never die.
+        self._under_budget = None if under_budget is None else weakref.ref(under_budget)
         self.peak_bytes = 0
         """The allocator's peak in the steps that are compared; the next two fields are apart from it."""
         self.loop_peak_bytes = 0
@@ -121,8 +123,11 @@ class StepWatch:
         if root is None or not (is_first or is_compared):
             return
 
+        under = weakref.ref(tide)
+
         def now() -> float:
-            return time.perf_counter() - tide.stats.stall_seconds
+            tide = under()
+            return time.perf_counter() - (tide.stats.stall_seconds if tide is not None else 0.0)
 
         def begin(gradients: Any) -> None:
             if loop_is_over is not None:
@@ -202,7 +207,8 @@ class StepWatch:
     # -- the first step --------------------------------------------------------------------------------------------
 
     def _warn_of_casts(self) -> None:
-        model, self._under_budget = self._under_budget, None
+        under_budget, self._under_budget = self._under_budget, None
+        model = under_budget() if under_budget is not None else None
         nbytes = 0 if model is None else remembered_cast_bytes(model, self._engine.device_type)
         if nbytes:
             warnings.warn(

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -96,8 +98,10 @@ class ForwardPass:
             )
         self._is_compiled = False
         """A compiled part is running."""
-        # One object, so that `is_innermost` can compare by identity.
-        self.pack_hook = self.pack if self.log is None else self._pack_unlogged
+        # One object, so that `is_innermost` can compare by identity. A graph holds it as long as it lives, so it must not
+        # hold this pass, and with that the model: a model that keeps its last output would never die.
+        hook = _pack if self.log is None else _pack_unlogged
+        self.pack_hook = types.MethodType(hook, weakref.ref(self))
 
     # -- where we are ----------------------------------------------------------------------------------------------
 
@@ -175,14 +179,6 @@ class ForwardPass:
         return hooks is not None and hooks[0] is self.pack_hook
 
     # -- the pack hook ---------------------------------------------------------------------------------------------
-
-    @never_compiled
-    def _pack_unlogged(self, tensor: torch.Tensor) -> Any:
-        """As `pack`. Operators that make a handle are not the model's: they need no log, which takes 3 us for each."""
-        if type(tensor) not in PLAIN_TYPES:
-            return self.pack(tensor)
-        with DisableTorchDispatch():
-            return self.pack(tensor)
 
     @never_compiled
     def pack(self, tensor: torch.Tensor, wrapper: torch.Tensor | None = None) -> Any:
@@ -446,5 +442,19 @@ class ForwardPass:
             self.recipe_graph = None
             if self.context.guard is not None and is_complete:
                 self.context.guard.end()
-        del self.pack_hook  # a bound method of its own owner: a cycle
         self.context.scheduler.window.note_pass(self.queue.swapped_bytes)
+
+
+@never_compiled
+def _pack(forward_pass: weakref.ref[ForwardPass], tensor: torch.Tensor) -> Any:
+    """The pack hook of a pass that is open."""
+    return forward_pass().pack(tensor)  # type: ignore[union-attr]
+
+
+@never_compiled
+def _pack_unlogged(forward_pass: weakref.ref[ForwardPass], tensor: torch.Tensor) -> Any:
+    """As `_pack`. Operators that make a handle are not the model's: they need no log, which takes 3 us for each."""
+    if type(tensor) not in PLAIN_TYPES:
+        return _pack(forward_pass, tensor)
+    with DisableTorchDispatch():
+        return _pack(forward_pass, tensor)
