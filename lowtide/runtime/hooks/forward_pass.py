@@ -98,8 +98,8 @@ class ForwardPass:
             )
         self._is_compiled = False
         """A compiled part is running."""
-        # One object, so that `is_innermost` can compare by identity. A graph holds it as long as it lives, so it must not
-        # hold this pass, and with that the model: a model that keeps its last output would never die.
+        # One object, so that `is_innermost` can compare by identity. A graph holds it as long as it lives, so it must
+        # not hold this pass, and with that the model: a model that keeps its last output would never die.
         hook = _pack if self.log is None else _pack_unlogged
         self.pack_hook = types.MethodType(hook, weakref.ref(self))
 
