@@ -267,7 +267,7 @@ class RegionRun:
         saves = SecondSaves(dropped, self.fingerprints, to_the_end=to_the_end)
         start = next_sequence_number()
         self._is_read_early |= dropped.note is not None
-        gradients = self._gradients() if self._is_read_early else None
+        gradients = self._gradients() if to_the_end or self._is_read_early else None
         with self.replayed():
             with saves.hooked():
                 output = self._make_once(tensors)
@@ -287,6 +287,7 @@ class RegionRun:
         self._compare([each for row in self._functions for each in row.prints], prints, self._refuse_on_function)
         if self._functions or self._output is not None:
             saves.refuse_emptied()
+        self.state.known.is_compared |= self._output is not None
         # What nobody will read is not held.
         needed = [
             tensor if found() is not None else None for tensor, found in zip(saves.made, dropped.saved, strict=False)

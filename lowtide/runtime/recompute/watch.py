@@ -192,6 +192,8 @@ class Known:
         self.functions_stay = False
         """What they keep is not taken off them."""
         self.num_learned = 0
+        self.is_compared = False
+        """A second run of its own has gone to its end, and gave what the first gave."""
         self.num_paths = 0
         self.path: Path | None = None
         """What a run saves, if that is the same in each."""
@@ -332,7 +334,7 @@ class Before:
         is_open = known.path is None and known.num_paths < _MAX_LEARNED
         if is_open and not is_forward_mode() and not tree.has_compiled:
             self.flow = Flow(call.tensors, is_sharded=watch.has_shards)
-        self.is_whole = self._walked is not None or watch.num_runs % _WHOLE == 0
+        self.is_whole = self._walked is not None or not known.is_compared or watch.num_runs % _WHOLE == 0
         """Its second run goes to its end, and what it gives is compared."""
         watch.num_runs += 1
         if watch.marks:

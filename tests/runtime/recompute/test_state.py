@@ -652,16 +652,26 @@ class _OwnBackward(Block):
         return self.b(h.detach() + x)
 
 
-def test_a_backward_pass_in_a_forward_is_refused_in_the_first_step() -> None:
-    truth = in_turn(stack(_OwnBackward))
-    model = stack(_OwnBackward)
+class _OwnPenalty(Block):
+    """Adds to the gradient of its first linear by a backward pass that reads nothing that was saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.a.weight.sum().backward()
+        return self.b(self.act(self.a(x))).square()
+
+
+@pytest.mark.parametrize("kind", [_OwnBackward, _OwnPenalty])
+def test_a_backward_pass_in_a_forward_is_refused_in_the_first_step(kind: type[Block]) -> None:
+    truth = in_turn(stack(kind))
+    model = stack(kind)
     with lowtide.apply(model, LAYER):
         for name in ("layers.1", "layers.0"):
             with pytest.raises(RecomputeRefusedError) as caught:
                 model(rows(0)).square().mean().backward()
             assert str(caught.value) == (
-                f"lowtide: the recomputed '{name}' (_OwnBackward) calls backward() in its own forward, and run again "
-                "it added to gradients once more: set them to zero, and keep or swap it. It is not run again from the "
+                f"lowtide: the recomputed '{name}' ({kind.__name__}) calls backward() in its own forward, and "
+                "run again it added to gradients once more: set them to zero, and keep or swap it. It is not run again from the "
                 "next step on."
             )
             model.zero_grad()
