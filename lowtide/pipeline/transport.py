@@ -218,7 +218,11 @@ class GroupTransport:
         self.close()
 
     def close(self) -> None:
-        """End the threads. Before `give_up` only between two steps."""
+        """End the threads. Before `give_up` only between two steps.
+
+        The groups stay: torch gives the name of a destroyed group to the next one of these ranks, which then finds the
+        old addresses in the store and cannot connect (2.13).
+        """
         for waiting in self._queues.values():
             waiting.put(None)
         for thread in self._threads:

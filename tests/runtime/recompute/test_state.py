@@ -670,9 +670,9 @@ def test_a_backward_pass_in_a_forward_is_refused_in_the_first_step(kind: type[Bl
             with pytest.raises(RecomputeRefusedError) as caught:
                 model(rows(0)).square().mean().backward()
             assert str(caught.value) == (
-                f"lowtide: the recomputed '{name}' ({kind.__name__}) calls backward() in its own forward, and "
-                "run again it added to gradients once more: set them to zero, and keep or swap it. It is not run again from the "
-                "next step on."
+                f"lowtide: the recomputed '{name}' ({kind.__name__}) calls backward() in its own forward, and run "
+                "again it added to gradients once more: set them to zero, and keep or swap it. It is not run again "
+                "from the next step on."
             )
             model.zero_grad()
         assert all(map(torch.equal, in_turn(model), truth))
