@@ -56,6 +56,18 @@ class OwnedHook:
         """A copied module has the same hook, as with a function."""
         return self
 
+    def __reduce__(self) -> tuple:
+        """A module that was pickled has a hook that does nothing."""
+        return (_unowned_hook, ())
+
+
+def _unowned_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """A hook without an owner."""
+
 
 _CONTAINERS = (list, dict, set)
 _MEMBERS = ("params", "param_names")

@@ -402,10 +402,12 @@ class WeightSwap:
             for inner in module.modules():
                 own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
                 if own:
-                    bring = inner.register_load_state_dict_pre_hook(lambda *_, own=own: self._moves.bring(own))
-                    undo.append(bring.remove)
-        undo.append(self.model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove)
-        undo.append(self.model.register_state_dict_post_hook(lambda *words: self._shown_in(words[1])).remove)
+                    bring = OwnedHook(self, lambda swap, *_, own=own: swap._moves.bring(own))
+                    undo.append(inner.register_load_state_dict_pre_hook(bring).remove)
+        flush = OwnedHook(self, lambda swap, *_: swap.flush())
+        undo.append(self.model.register_load_state_dict_post_hook(flush).remove)
+        show = OwnedHook(self, lambda swap, *words: swap._shown_in(words[1]))
+        undo.append(self.model.register_state_dict_post_hook(show).remove)
         for parameter, item in self._gradients.items():
             begins = OwnedHook(self, lambda swap, _, item=item: swap._before_gradient(item))
             undo.append(parameter.register_hook(begins).remove)
@@ -720,6 +722,15 @@ class WeightSwap:
         finally:
             self._moves.open.remove(items)
             self.flush()
+
+    def check_copied(self) -> None:
+        """A module is copied or pickled. Raises ConfigError where that would read weights that are away."""
+        if self.device.type == "cpu" or not any(item.is_away for item in self.weights.values()):
+            return
+        raise ConfigError(
+            f"{_CALL}: this model is copied or pickled as a whole, and weights of it are away. Do it inside of 'with "
+            "handle.here():', or save model.state_dict()"
+        )
 
     def _shown_in(self, state_dict: dict[str, Any]) -> None:
         """A checkpoint is made: of weights that are away, it has the tensors in main memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import signal
 import threading
@@ -546,3 +547,16 @@ def test_nothing_is_left_behind() -> None:
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     assert not any(module._load_state_dict_pre_hooks for module in model.modules())
     assert engine.num_slots == 0
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_is_plain(use: Callable[[nn.Module], nn.Module]) -> None:
+    model, optimizer, plain, plain_optimizer = two()
+    with lowtide.swap_weights(model, optimizer, min_bytes=1):
+        step(model, optimizer)
+        copied = use(model)
+        step(model, optimizer)
+    step(plain, plain_optimizer)
+    assert_alike(copied, plain)
+    copied.load_state_dict(model.state_dict())
+    assert_alike(copied, model)

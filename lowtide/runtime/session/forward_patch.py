@@ -90,6 +90,8 @@ class ForwardPatch:
         return self
 
     def __reduce__(self) -> tuple:
+        if self.weights is not None:
+            self.weights.check_copied()
         if self._own_before is not None:
             return (_same, (self._own_before,))
         return (_plain_forward, (self.module,))

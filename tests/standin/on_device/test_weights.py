@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 import lowtide
+from lowtide.errors import ConfigError
 from tests.standin import device
 from tests.standin.swaps import HERE
 from tests.support import zoo
@@ -85,3 +92,20 @@ def test_weights_in_main_memory_go_straight_to_their_tier(policy: str | int) -> 
     assert {k: v.tolist() for k, v in result.loss.items()} == {k: v.cpu().tolist() for k, v in plain.loss.items()}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach().cpu(), plain.parameters[f"3:{name}"]), name
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, pickle.dumps])
+def test_a_model_is_not_copied_while_its_weights_are_away(use: Callable[[nn.Module], Any]) -> None:
+    model = zoo.CASES["llama"].build(3, HERE)
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    with lowtide.swap_weights(model, zoo.make_optimizer(model), min_bytes=1) as handle:
+        with pytest.raises(ConfigError) as caught:
+            use(model)
+        assert str(caught.value) == (
+            "lowtide.swap_weights: this model is copied or pickled as a whole, and weights of it are away. Do it "
+            "inside of 'with handle.here():', or save model.state_dict()"
+        )
+        with handle.here():
+            made = use(model)
+    copied = pickle.loads(made) if isinstance(made, bytes) else made
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in copied.state_dict().items())
