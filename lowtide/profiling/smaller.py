@@ -32,7 +32,7 @@ from lowtide.tensors.private import DisableTorchDispatch
 from lowtide.timeline.hardware import Hardware
 
 # Bytes that encoding and decoding read and write, for each element of a mask.
-_TRAFFIC = 15
+_TRAFFIC = 9
 # Operators that narrow integers, and make them wide again.
 _NARROWING = 8
 _TRIALS = 3

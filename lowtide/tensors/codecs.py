@@ -10,17 +10,17 @@ What: `encode(kind, storage, dtype)` gives the smaller form of a storage, or Non
 | `uint8`, `int16`, `int32` | wider integers (indices) | all values in the range of that type | of that type |
 
 How: eight bytes that are 0 or 1 are one 64-bit word; one product with a constant moves their lowest bits into the
-highest byte (the partial products do not overlap, so nothing carries). Back: each byte of the product with 0x0101...
-is masked with its own bit. All works on integers: NaN, -0.0, infinities and denormals are bit patterns like any other,
-and nothing is rounded.
+highest byte (the partial products do not overlap, so nothing carries). Back: a table has the eight elements of each
+of the 256 bytes, and one gather takes its rows. All works on integers: NaN, -0.0, infinities and denormals are bit
+patterns like any other, and nothing is rounded.
 
 Why it is safe: whether values fit is looked at in each call on the host. On an accelerator a look would make the host
 wait. There only bool is stored smaller, which fits unseen (`fits_unseen`), and integers that are below a limit by what
 made them (indices of a max-pool): `Encoded.misfit` says on the device, for whoever asks later, whether some were not.
 
-Cost: memory traffic, 2 to 4 passes over the storage; on 2 cores of a shared host about 0.5 ns an element to encode bits
-and 1 ns to decode them (processor time). Beside the storage and its smaller form at most `work_bytes`, because all goes
-piece by piece: 32 pieces, or 4,096 elements. Not covered: storages whose bytes are no whole number of elements, or
+Cost: memory traffic, 2 to 4 passes over the storage to encode, one to decode; on one core of a shared host 0.5 ns an
+element to encode bits (two values: 2 ns) and 0.5 ns to decode them. Beside the storage and its smaller form at most
+`work_bytes`, because all goes piece by piece: 32 pieces, or 4,096 elements. Not covered: storages whose bytes are no whole number of elements, or
 whose address is not a multiple of eight (None); bytes of a bool that are neither 0 nor 1 on an accelerator (they come
 from `view(torch.bool)` only): these come back as 1.
 """
@@ -50,6 +50,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PROBE = 4096
 _WORK = {BITS: 2, TWO_VALUES: 2}
 """Bytes for each element of a piece: the words, and which of the two values it has."""
+_BYTES = 256
+"""Values of a byte: rows of the table that decodes bits."""
 
 
 class Decoder(NamedTuple):
@@ -69,21 +71,14 @@ class Decoder(NamedTuple):
         (data,) = inputs
         with torch.no_grad(), DisableAutocast(), AutoDispatchBelowAutograd():
             out = torch.empty(self.num_elements, dtype=self.dtype, device=device)
-            if self.kind == BITS:
-                _unpack(data, out)
-            elif self.kind == TWO_VALUES:
-                self._choose(data, out.view(_INTEGERS[self.dtype.itemsize]))
+            if self.kind in _WORK:
+                zero, one = self.numbers or (0, 1)
+                _unpack(data, out.view(_INTEGERS[self.dtype.itemsize]), zero, one)
             else:
                 out.copy_(data)
                 if self.numbers:
                     out.clamp_(min=self.numbers[0])
             return out
-
-    def _choose(self, packed: torch.Tensor, out: torch.Tensor) -> None:
-        zero, one = self.numbers
-        out.fill_(zero)
-        for start, end in _pieces(self.num_elements):
-            out[start:end].masked_fill_(_unpacked(packed, start, end), one)
 
 
 class Encoded(NamedTuple):
@@ -132,13 +127,13 @@ def encoded_bytes(kind: str, nbytes: int, dtype: torch.dtype) -> int:
 def work_bytes(kind: str, nbytes: int, dtype: torch.dtype) -> int:
     """Most bytes that encoding or decoding needs beside the storage and its smaller form."""
     assert kind in KINDS
-    count = nbytes // dtype.itemsize
-    return _WORK.get(kind, 0) * min(_piece(count), -(-count // _LANES) * _LANES) + 8 * _LANES
+    count, table = nbytes // dtype.itemsize, _BYTES * _LANES * (dtype.itemsize + 2) if kind in _WORK else 0
+    return _WORK.get(kind, 0) * min(_piece(count), -(-count // _LANES) * _LANES) + 8 * _LANES + table
 
 
 def num_operators(count: int) -> int:
     """Operators that encoding and decoding `count` bits launch."""
-    return 9 * -(-count // _piece(count))
+    return 6 * -(-count // _piece(count)) + 4
 
 
 def encode(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> Encoded | None:
@@ -194,7 +189,7 @@ def _two_values(elements: torch.Tensor) -> _Found:
     for start, end in _pieces(len(elements)):
         piece = elements[start:end]
         is_one = piece == one
-        if zero != one and not torch.equal(is_one, piece != zero):
+        if zero != one and not _same(is_one, piece != zero):
             return None
         _pack(is_one.view(torch.uint8), packed[start // _LANES : -(-end // _LANES)])
     return packed, (zero, one)
@@ -207,7 +202,14 @@ def _extremes(elements: torch.Tensor) -> tuple[int, int]:
 
 def _has_two_values(elements: torch.Tensor) -> bool:
     zero, one = _extremes(elements)
-    return zero == one or torch.equal(elements == one, elements != zero)
+    return zero == one or _same(elements == one, elements != zero)
+
+
+def _same(bools: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether they are equal; as words where they are whole ones, which takes a fifth of the time."""
+    if len(bools) % _LANES == 0:
+        bools, others = bools.view(torch.int64), others.view(torch.int64)
+    return torch.equal(bools, others)
 
 
 def _narrowed(elements: torch.Tensor, narrow: torch.dtype) -> _Found:
@@ -251,16 +253,15 @@ def _pack(ones: torch.Tensor, packed: torch.Tensor) -> None:
         _pack(last, packed[num_words:])
 
 
-def _unpacked(packed: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    bools = torch.empty(end - start, dtype=torch.bool, device=packed.device)
-    _unpack(packed[start // _LANES : -(-end // _LANES)], bools)
-    return bools
-
-
-def _unpack(packed: torch.Tensor, out: torch.Tensor) -> None:
-    """Bits into bool. `packed` has the bytes of as many bits as `out` has elements, and no more."""
+def _unpack(packed: torch.Tensor, out: torch.Tensor, zero: int, one: int) -> None:
+    """The number `one` for each bit that is set, else `zero`: as many as `out` has elements."""
+    words = torch.arange(_BYTES, dtype=torch.int64, device=out.device).mul_(_SPREAD).bitwise_and_(_OWN_BITS)
+    is_one = words.view(torch.uint8).view(_BYTES, _LANES).ne(0)
+    table = torch.full((_BYTES, _LANES), zero, dtype=out.dtype, device=out.device).masked_fill_(is_one, one)
     for start, end in _pieces(len(out)):
-        few = packed[start // _LANES : -(-end // _LANES)]
-        words = few.to(torch.int64)
-        words.mul_(_SPREAD).bitwise_and_(_OWN_BITS)
-        torch.ne(words.view(torch.uint8)[: end - start], 0, out=out[start:end])
+        rows = packed[start // _LANES : -(-end // _LANES)].to(torch.int32)
+        num_whole, rest = divmod(end - start, _LANES)
+        whole = out[start : end - rest].view(num_whole, _LANES)
+        torch.index_select(table, 0, rows[:num_whole], out=whole)
+        if rest:
+            out[end - rest : end].copy_(table.index_select(0, rows[num_whole:])[0, :rest])
