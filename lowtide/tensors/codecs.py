@@ -52,6 +52,9 @@ _WORK = {BITS: 2, TWO_VALUES: 2}
 """Bytes for each element of a piece: the words, and which of the two values it has."""
 _BYTES = 256
 """Values of a byte: rows of the table that decodes bits."""
+_GRAIN = 1 << 15
+"""Elements from which on operators of the host ask how many threads they may use. In a new thread, to ask is to set it,
+and other kernels give other sums then: fewer elements are decoded without asking."""
 
 
 class Decoder(NamedTuple):
@@ -208,7 +211,7 @@ def _has_two_values(elements: torch.Tensor) -> bool:
 
 def _same(bools: torch.Tensor, others: torch.Tensor) -> bool:
     """Whether they are equal; as words where they are whole ones, which takes a fifth of the time."""
-    if len(bools) % _LANES == 0:
+    if bools.numel() % _LANES == 0:
         bools, others = bools.view(torch.int64), others.view(torch.int64)
     return torch.equal(bools, others)
 
@@ -245,7 +248,7 @@ def _pieces(count: int) -> Iterator[tuple[int, int]]:
 
 def _pack(ones: torch.Tensor, packed: torch.Tensor) -> None:
     """Bytes that are 0 or 1 into bits, the first into the lowest bit (on a little-endian machine)."""
-    num_words, rest = divmod(len(ones), _LANES)
+    num_words, rest = divmod(ones.numel(), _LANES)
     words = ones[: num_words * _LANES].view(torch.int64) * _GATHER
     packed[:num_words].copy_(words.bitwise_right_shift_(_TO_LOWEST))
     if rest:
@@ -256,13 +259,19 @@ def _pack(ones: torch.Tensor, packed: torch.Tensor) -> None:
 
 def _unpack(packed: torch.Tensor, out: torch.Tensor, zero: int, one: int) -> None:
     """The number `one` for each bit that is set, else `zero`: as many as `out` has elements."""
-    words = torch.arange(_BYTES, dtype=torch.int64, device=out.device).mul_(_SPREAD).bitwise_and_(_OWN_BITS)
+    # Not `arange`, which asks for the number of threads too.
+    each_byte = torch.ones(_BYTES, dtype=torch.int64, device=out.device).cumsum(0).sub_(1)
+    words = each_byte.mul_(_SPREAD).bitwise_and_(_OWN_BITS)
     is_one = words.view(torch.uint8).view(_BYTES, _LANES).ne(0)
     table = torch.full((_BYTES, _LANES), zero, dtype=out.dtype, device=out.device).masked_fill_(is_one, one)
-    for start, end in _pieces(len(out)):
+    is_small = out.device.type == "cpu" and out.numel() < _GRAIN
+    for start, end in _pieces(out.numel()):
         rows = packed[start // _LANES : -(-end // _LANES)].to(torch.int32)
         num_whole, rest = divmod(end - start, _LANES)
         whole = out[start : end - rest].view(num_whole, _LANES)
-        torch.index_select(table, 0, rows[:num_whole], out=whole)
+        if is_small:
+            torch.gather(table, 0, rows[:num_whole, None].to(torch.int64).expand(-1, _LANES), out=whole)
+        else:
+            torch.index_select(table, 0, rows[:num_whole], out=whole)
         if rest:
-            out[end - rest : end].copy_(table.index_select(0, rows[num_whole:])[0, :rest])
+            out[end - rest : end].copy_(table[rows[num_whole:]][0, :rest])
