@@ -20,7 +20,7 @@ made them (indices of a max-pool): `Encoded.misfit` says on the device, for whoe
 
 Cost: memory traffic, 2 to 4 passes over the storage to encode, one to decode; on one core of a shared host 0.5 ns an
 element to encode bits (two values: 1.7 ns) and 0.5 ns to decode them. Beside the storage and its smaller form at most
-`work_bytes`, because all goes piece by piece: 32 pieces, or 4,096 elements. Not covered: storages whose bytes are no
+`work_bytes`, because all goes piece by piece: 16 pieces, or 16,384 elements. Not covered: storages whose bytes are no
 whole number of elements, or whose address is not a multiple of eight (None); bytes of a bool that are neither 0 nor 1
 on an accelerator (they come from `view(torch.bool)` only): these come back as 1.
 """
@@ -38,8 +38,8 @@ BITS, TWO_VALUES = "bits", "two values"
 _NARROW = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
 KINDS = (BITS, TWO_VALUES, *_NARROW)
 
-_LEAST_PIECE = 1 << 12
-_MOST_PIECES = 32
+_LEAST_PIECE = 1 << 14
+_MOST_PIECES = 16
 # A byte for each bit: 8 for a word, which is packed into one.
 _LANES = 8
 _GATHER = 0x0102040810204080
