@@ -10,7 +10,7 @@ site dies, its copy is appended to the scheduler's queue, and only C code runs. 
 Python swallows a Ctrl-C, and the rest of the finalizer never runs.
 
 `Copy.source` is the original storage on the device, from which the copy out reads. It has nothing to do with the
-sources of recipes (`ResidentSource` and others, runtime/recompute/recipe_sources.py).
+sources of recipes (`HeldSource` and others, runtime/recompute/recipe_sources.py).
 
 Cost: some 3 us a site. Not covered: when anything is moved (runtime/offload/scheduler.py).
 """

@@ -25,7 +25,7 @@ the same order. So whatever decides whether it runs must be the same on all of t
 A recomputed source runs once in a backward pass, before its first reader; backward reads in the order of the graph.
 
 Stored smaller. A site with a codec gets a `RecomputedSource` whose program is a decoder and whose one link leads to the
-smaller form: a `ResidentSource` if that stays, an `OffloadedSource` if it is swapped. So all that holds for recomputed
+smaller form, a `HeldSource`. So all that holds for recomputed
 sources holds here. It is encoded as the next operator saves something, because some operators save what they have not
 filled yet. Where the bytes do not fit the codec any more, or were written to since they were saved, the source keeps
 its storage: a divergence, and the codec is not used again. On an accelerator integers are narrowed without a look;
@@ -49,8 +49,8 @@ from lowtide.recipes.execute import compile_recipe
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import Input, Node, Source, SourceLink, StateSource
-from lowtide.runtime.recompute.recipe_sources import RecomputedSource
+from lowtide.runtime.recompute.recipe_nodes import Input, Node, SourceLink, StateSource
+from lowtide.runtime.recompute.recipe_sources import HeldSource, RecomputedSource
 from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
@@ -81,7 +81,7 @@ class RecipeGraph:
     """The modes at the beginning of the pass."""
     weights: Any = None
     """The handle of weights that come and go; None where all stay."""
-    _sources: dict[str, Source] = field(default_factory=dict)
+    _sources: dict[str, HeldSource | RecomputedSource] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[Node, RecomputedSource]]] = field(default_factory=dict)
 
     def find(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
@@ -106,7 +106,7 @@ class RecipeGraph:
             self._link(node, source)
         return source
 
-    def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], Source]) -> None:
+    def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], HeldSource]) -> None:
         """Store it smaller, now that the operator that saved it has been launched. `hold`: a source of its form."""
         codec = node.decision.codec
         assert codec is not None
@@ -117,7 +117,7 @@ class RecipeGraph:
         else:
             self.scheduler.counters.narrowed_bytes += source.nbytes - form.nbytes
 
-    def add(self, node: Node, source: Source) -> None:
+    def add(self, node: Node, source: HeldSource | RecomputedSource) -> None:
         """Recipes may start from this source of a node."""
         if node.name in self._sources:
             return
@@ -191,9 +191,9 @@ class RecipeGraph:
                 return None
             local = inside(tensor)
             if self.weights is not None and self.weights.moves(tensor):
-                return SourceLink(entry.name, StateSource(tensor, entry.shape, tensor, self.weights), entry.shape)
+                return SourceLink(entry.name, StateSource(tensor, tensor, self.weights), entry.shape)
             fits = is_plain(local) and entry.shape.end_bytes() <= local.untyped_storage().nbytes()
-            own = StateSource(local.detach(), entry.shape, tensor.detach()) if fits else None
+            own = StateSource(local.detach(), tensor.detach()) if fits else None
             return None if own is None else SourceLink(entry.name, own, entry.shape)
         source = self._sources[entry.name]
         shape = entry.shape if is_literal else source.shape
@@ -245,9 +245,7 @@ class RecipeGraph:
             has_changed = False
             for source in reversed(made):
                 for link in source.links:
-                    if link.source.last_use < source.last_use:
-                        link.source.last_use = source.last_use
-                        has_changed = True
+                    has_changed |= link.source.needed_until(source.last_use)
         self._sources.clear()
         self._waiting.clear()
 
@@ -256,8 +254,8 @@ class RecipeGraph:
 
 
 def store_smaller(
-    source: RecomputedSource, codec: Codec, planned_bytes: int, hold: Callable[[torch.Tensor], Source]
-) -> Source | str:
+    source: RecomputedSource, codec: Codec, planned_bytes: int, hold: Callable[[torch.Tensor], HeldSource]
+) -> HeldSource | str:
     """Let `source` drop its storage for the smaller form, which `hold` makes a source of: that one, or why not.
 
     `planned_bytes`: of the storage, when `codec` was chosen.

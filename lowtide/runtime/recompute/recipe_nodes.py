@@ -132,22 +132,21 @@ def _find_state(owner: nn.Module, kind: str, attribute: str) -> torch.Tensor | N
 
 
 class Source(Protocol):
-    """A storage that a recipe may start from."""
-
-    shape: Shape
-    last_use: int
-    """Autograd's sequence number of the last save that needs it, directly or through recipes."""
-    num_readers: int
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the storage."""
+    """A storage that a recipe may start from. Methods with a body are right for one that is always there."""
 
     def is_intact(self) -> bool:
         """Whether its bytes are still those of the forward pass."""
 
+    def add_readers(self, count: int) -> None:
+        """So many more read it in backward: saved tensors, and recipes."""
+
+    def needed_until(self, sequence: int) -> bool:
+        """The save with this sequence number of autograd's needs it, directly or through recipes. Whether all that it
+        is recomputed from is needed longer than was known."""
+        return False
+
     def read(self) -> torch.UntypedStorage:
-        """The storage with the bytes on the device, for one of `num_readers`."""
+        """The storage with the bytes on the device, for one of its readers."""
 
     def start(self, name: str, shape: Shape) -> Start:
         """Its identity, for the proof that a recipe starts from it, seen as `shape`."""
@@ -174,25 +173,19 @@ class SourceLink(NamedTuple):
         return self.source.start(self.name, self.shape)
 
 
-class StateSource:
+class StateSource(Source):
     """A parameter or a buffer, as it was in the forward.
 
     `counter` is the tensor that has the version: the tensor itself, or the distributed one around it. `weights`: the
     handle that has `tensor` come and go, which is a parameter then, and is where it was in the forward now.
     """
 
-    def __init__(self, tensor: torch.Tensor, shape: Shape, counter: torch.Tensor, weights: Any = None) -> None:
+    def __init__(self, tensor: torch.Tensor, counter: torch.Tensor, weights: Any = None) -> None:
         self._tensor = tensor
         self._counter = counter
         self._version = version_of(counter)
         self._weights = weights
         self._key = storage_key(tensor.untyped_storage())
-        self.shape = shape
-        self.last_use = self.num_readers = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._tensor.untyped_storage().nbytes()
 
     def is_intact(self) -> bool:
         return version_of(self._counter) == self._version
