@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_431,
-    "files": 240,
-    "classes": 499,
+    "lines": 58_241,
+    "files": 239,
+    "classes": 490,
     "files that one other file imports": 34,
     "classes with more than 15 attributes": 12,
     "class names that several classes have": 14,

@@ -23,6 +23,7 @@ import itertools
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -358,12 +359,12 @@ def _tried_with_closure(optimizer: torch.optim.Optimizer, *, has_missing: bool) 
     )
 
 
+@dataclass
 class _Evaluated:
     """An optimizer of the trial, and its closure: gradients that depend on the weights, and on how often it ran."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.count = 0
+    optimizer: torch.optim.Optimizer
+    count: int = 0
 
     @torch.no_grad()
     def evaluate(self) -> torch.Tensor:

@@ -36,8 +36,7 @@ from lowtide.runtime.hooks.regions import Regions
 from lowtide.runtime.offload.scheduler import Departures
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.offload.spill import Guard
-from lowtide.runtime.recompute.recipe_graph import RecipeGraph
-from lowtide.runtime.recompute.recipe_nodes import Node
+from lowtide.runtime.recompute.recipe_graph import Node, RecipeGraph
 from lowtide.runtime.recompute.recipe_sources import HeldSource, RecomputedSource
 from lowtide.runtime.saved.handle import Kept, Shared, Wrapped
 from lowtide.tensors.compiled import never_compiled, without
@@ -101,14 +100,10 @@ class ForwardPass:
 
     # -- where we are ----------------------------------------------------------------------------------------------
 
-    def logging(self) -> contextlib.AbstractContextManager:
-        """A context that logs what operators do, where recipes are to be proven; else one that does nothing."""
-        return contextlib.nullcontext() if self.log is None else self.log
-
     @contextlib.contextmanager
     def inside(self, layer: LayerTable) -> Iterator[None]:
         """Tensors saved inside belong to `layer`. Its table is learned if it has none for this call."""
-        outer, call = self.at, self._next_call("layer", layer.name)
+        outer, call = self.at, self.next_call("layer", layer.name)
         if self.context.guard is not None:
             self.context.guard.enter(layer.name, call)
         table = layer.tables.get(call)
@@ -206,9 +201,7 @@ class ForwardPass:
                     is_first, guard = entry.is_counted, self.context.guard
                     if guard is None or not entry.is_activation:
                         return self._hold(tensor, is_counted=is_first, origin=entry.origin)
-                    return self._keep_spillable(
-                        guard, tensor, is_counted=is_first, may_be_view=not is_first, origin=entry.origin
-                    )
+                    return self._keep_spillable(guard, tensor, is_counted=is_first, origin=entry.origin)
                 if is_same_producer(entry.producer, type(grad_fn)):
                     return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
         self._miss()
@@ -261,11 +254,7 @@ class ForwardPass:
         guard = self.context.guard
         if guard is None or not saved.is_movable:
             return self._hold(saved.tensor, is_counted=is_counted)
-        # What no table knows may be a further view.
-        may_be_view = not (is_planned and is_counted)
-        return self._keep_spillable(
-            guard, saved.tensor, is_counted=is_counted, may_be_view=may_be_view, is_planned=is_planned
-        )
+        return self._keep_spillable(guard, saved.tensor, is_counted=is_counted, is_planned=is_planned)
 
     def _keep_spillable(
         self,
@@ -273,13 +262,13 @@ class ForwardPass:
         tensor: torch.Tensor,
         *,
         is_counted: bool,
-        may_be_view: bool,
         is_planned: bool = True,
         origin: TensorOrigin | None = None,
     ) -> Any:
-        """`may_be_view`: of a storage that is kept already."""
         on_open = self.follower if self.queue.has_distances else None
-        known = guard.view(tensor, self.queue, on_open) if may_be_view else None
+        # What no table knows may be a further view of a storage that is kept already.
+        is_first = is_counted and is_planned
+        known = None if is_first else guard.view(tensor, self.queue, on_open)
         if known is None and is_counted:
             known = guard.keep(tensor, self.queue, on_open, is_planned=is_planned, origin=origin)
             self.context.counters.kept_bytes += known.nbytes
@@ -375,11 +364,8 @@ class ForwardPass:
         self.departures.add(site, tier, decision.leave, next_sequence_number())
         return HeldSource(Shared(site, form), form)
 
-    def count_call(self, module: str) -> int:
-        """How often a module with retained inputs has been called before in this forward."""
-        return self._next_call("retained input", module)
-
-    def _next_call(self, kind: str, name: str) -> int:
+    def next_call(self, kind: str, name: str) -> int:
+        """How often a layer, or a module with retained inputs, has been called before in this forward."""
         self._calls[kind, name] += 1
         return self._calls[kind, name] - 1
 

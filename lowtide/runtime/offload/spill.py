@@ -52,7 +52,7 @@ class Spillable(Kept):
     the bytes are counted while any of them lives; when it is spilled, all let go.
     """
 
-    first: Spillable | None
+    first: Spillable | None = None
     """None: it is the first itself."""
     scheduler: OffloadScheduler
     nbytes: int
@@ -61,15 +61,15 @@ class Spillable(Kept):
     """Of spilled sites, in this forward pass."""
     sequence: int
     """Autograd's number of the operator that saved it last. No copy may start before that operator was launched."""
-    site: OffloadedStorage | None
+    site: OffloadedStorage | None = None
     """Where it was spilled to."""
-    spilled: tuple[StorageWeakRef, int, Shape | None] | None
+    spilled: tuple[StorageWeakRef, int, Shape | None] | None = None
     """The storage that was spilled, at which version, and which part of it."""
-    view: View | None
+    view: View | None = None
     """How it looks at the storage, once it has let go."""
-    _num_readers: int
-    views: list[weakref.ref[Spillable]] | None
+    views: list[weakref.ref[Spillable]] | None = None
     """The further views, if it is the first."""
+    _num_readers = 1
 
     @property
     def num_readers(self) -> int:
@@ -258,11 +258,9 @@ class Guard:
     ) -> Spillable:
         handle = Spillable(tensor, on_open, None, origin)
         handle.scheduler = self._scheduler  # not the guard: a graph must not hold the model
-        handle.first = handle.site = handle.spilled = handle.view = handle.views = None
         handle.nbytes = nbytes
         handle.queue = queue.spilled or _spill_queue(queue)
         handle.sequence = next_sequence_number()
-        handle._num_readers = 1
         return handle
 
     def enter(self, layer: str, call: int) -> None:

@@ -5,7 +5,8 @@ short recipe recomputes it in backward. Each node that takes part has a source:
 
 - `HeldSource` refers to the handle on a tensor that stays on the device, under a limit until the guard needs the room
   (runtime/offload/spill.py), or to an `OffloadedStorage` of the scheduler, which counts each recipe as a reader;
-- `RecomputedSource` holds a recipe, and links to the sources, parameters and buffers that the recipe starts from.
+- `RecomputedSource` holds a recipe, and links to the sources that the recipe starts from: a parameter or a buffer has a
+  `StateSource`.
 
 Not to be confused with `Copy.source` (runtime/offload/site.py): that is the original storage on the device, from which
 a copy out reads.
@@ -28,7 +29,7 @@ created, and whether its recipe fits this forward (runtime/recompute/recipe_grap
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,12 +39,80 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.offload.spill import Guard, Spillable
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import Source, SourceLink
 from lowtide.runtime.saved.handle import Kept, Shared
 from lowtide.tensors.codecs import Decoder
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import current_graph_task_id, keeps_graph, storage_key, version_of
 from lowtide.tensors.view import Shape
+
+
+class Source(Protocol):
+    """A storage that a recipe may start from. Methods with a body are right for one that is always there."""
+
+    def is_intact(self) -> bool:
+        """Whether its bytes are still those of the forward pass."""
+
+    def add_readers(self, count: int) -> None:
+        """So many more read it in backward: saved tensors, and recipes."""
+        return
+
+    def needed_until(self, sequence: int) -> bool:
+        """The save with this sequence number of autograd's needs it, directly or through recipes. Whether all that it
+        is recomputed from is needed longer than was known."""
+        return False
+
+    def read(self) -> torch.UntypedStorage:
+        """The storage with the bytes on the device, for one of its readers."""
+
+    def start(self, name: str, shape: Shape) -> Start:
+        """Its identity, for the proof that a recipe starts from it, seen as `shape`."""
+
+
+class SourceLink(NamedTuple):
+    """One input of a recipe: a source, and the shape in which the recipe reads it."""
+
+    name: str
+    source: Source
+    shape: Shape
+
+    def open(self) -> torch.Tensor:
+        storage = self.source.read()
+        if self.shape.end_bytes() > storage.nbytes():
+            raise RuntimeError(
+                f"lowtide: parameter '{self.name}' is sharded at this moment of the backward pass, but something that "
+                "was dropped is to be made from it. The step is not the one that the plan was made for; plan again, or "
+                "give it the fate keep or swap."
+            )
+        return self.shape.over(storage)
+
+    def start(self) -> Start:
+        return self.source.start(self.name, self.shape)
+
+
+class StateSource(Source):
+    """A parameter or a buffer, as it was in the forward.
+
+    `counter` is the tensor that has the version: the tensor itself, or the distributed one around it. `weights`: the
+    handle that has `tensor` come and go, which is a parameter then, and is where it was in the forward now.
+    """
+
+    def __init__(self, tensor: torch.Tensor, counter: torch.Tensor, weights: Any = None) -> None:
+        self._tensor = tensor
+        self._counter = counter
+        self._version = version_of(counter)
+        self._weights = weights
+        self._key = storage_key(tensor.untyped_storage())
+
+    def is_intact(self) -> bool:
+        return version_of(self._counter) == self._version
+
+    def read(self) -> torch.UntypedStorage:
+        if self._weights is not None:
+            self._weights.bring(self._tensor)
+        return self._tensor.untyped_storage()
+
+    def start(self, name: str, shape: Shape) -> Start:
+        return Start(name, self._key, version_of(self._tensor), shape)
 
 
 class HeldSource(Source):

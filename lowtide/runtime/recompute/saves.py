@@ -178,15 +178,13 @@ def _may_be_filled_late(tensor: torch.Tensor) -> bool:
     )
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class DroppedTensor:
     """What autograd holds of a tensor that a region saved: its number, and an alias that tells its version."""
 
-    __slots__ = ("__weakref__", "alias", "number", "version")
-
-    def __init__(self, number: int, version: int, alias: torch.Tensor) -> None:
-        self.number = number
-        self.version = version
-        self.alias = alias
+    number: int
+    version: int
+    alias: torch.Tensor
 
 
 class _Prints:
