@@ -197,15 +197,17 @@ class OffloadScheduler:
                 return self.engine.allocate(nbytes, name)
             except TierFull as full:
                 reason = str(full)
+        self._warn_of_full(
+            f"no room left for swapped activations ({reason}); they stay on the device, and "
+            "`stats.num_kept_for_lack_of_room` counts them. Raise host_budget or disk_budget, point disk_path at a "
+            "larger disk, or swap less."
+        )
+        return None
+
+    def _warn_of_full(self, message: str) -> None:
         if not self._has_warned_full:
             self._has_warned_full = True
-            warnings.warn(
-                f"lowtide: no room left for swapped activations ({reason}); they stay on the device, and "
-                "`stats.num_kept_for_lack_of_room` counts them. Raise host_budget or disk_budget, point disk_path at "
-                "a larger disk, or swap less.",
-                stacklevel=2,
-            )
-        return None
+            warnings.warn(f"lowtide: {message}", stacklevel=3)
 
     def _stay(self, copy: Copy) -> None:
         copy.slot = None
@@ -259,14 +261,10 @@ class OffloadScheduler:
             return
         self._unfreed.append((copy.slot, (copy.event,)))
         self._stay(copy)
-        if not self._has_warned_full:
-            self._has_warned_full = True
-            warnings.warn(
-                f"lowtide: writing an activation to a slower tier failed ({failure}); it stays on the device, nothing "
-                "is lost, and `stats.num_kept_for_lack_of_room` counts it. Free some space or point disk_path at "
-                "another disk.",
-                stacklevel=2,
-            )
+        self._warn_of_full(
+            f"writing an activation to a slower tier failed ({failure}); it stays on the device, nothing is lost, and "
+            "`stats.num_kept_for_lack_of_room` counts it. Free some space or point disk_path at another disk."
+        )
 
     # -- backward --------------------------------------------------------------------------------------------------
 

@@ -361,7 +361,7 @@ class SecondSaves:
     def hooked(self) -> Iterator[None]:
         """Inside, what is saved is held here. It is left after the last tensor that is needed."""
         try:
-            with saved_tensors_hooks(self._pack, _as_it_is):
+            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield
         except EnoughError:
             pass
@@ -391,7 +391,3 @@ class SecondSaves:
     def prints(self) -> list[Print]:
         """Of those of which the first run has some, in its order."""
         return [self._prints.found[number] for number in self._dropped.prints]
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
