@@ -177,7 +177,7 @@ class Counted:
         if self.counts and line.startswith("lowtide: plan"):
             independent, audit = self.counts
             independent.restart()
-            audit.reset_peak()
+            audit.peak_bytes = audit.now_bytes
             self._follow(audit)
 
     def _follow(self, audit: LiveBytes) -> None:

@@ -244,7 +244,7 @@ class Counted:
         if self.counts and line.startswith("lowtide: plan"):
             independent, audit = self.counts
             independent.restart()
-            audit.reset_peak()
+            audit.peak_bytes = audit.now_bytes
             self.tide.tide._scheduler.on_buffer = audit.add
 
     def run(self) -> list[tuple[int, int]]:

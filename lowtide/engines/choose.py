@@ -24,7 +24,7 @@ from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.tiers.host_limit import host_limit, host_total
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
+from lowtide.tensors.live_bytes import state_tensors, unique_bytes
 
 _NAMES = ("accelerator", "host")
 
@@ -103,8 +103,5 @@ def _main_memory(own_bytes: int, root: Path) -> DeviceMemory:
 
 def memory_of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> DeviceMemory:
     """Of the device that `model` is on. Raises as `device_memory` does."""
-    parameters = list(model.parameters())
-    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-    held = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
-    held += optimizer_tensors(optimizer) if optimizer is not None else []
-    return device_memory(device, own_bytes=unique_bytes(held, "cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return device_memory(device, own_bytes=unique_bytes(state_tensors(model, optimizer), "cpu"))

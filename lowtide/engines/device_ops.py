@@ -29,6 +29,7 @@ host was blocked (the engine's `wait` returns that).
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 from collections import deque
@@ -59,7 +60,8 @@ class StallMeter:
         if len(self._pairs) >= STALL_RING:
             stream.wait_event(event)
             return
-        before, after = self._pool.pop() if self._pool else (self._new(), self._new())
+        new = functools.partial(self._ops.new_event, timing=True)
+        before, after = self._pool.pop() if self._pool else (new(), new())
         before.record(stream)
         stream.wait_event(event)
         after.record(stream)
@@ -69,9 +71,6 @@ class StallMeter:
         """Stalls known so far; waits still in the device's future are not in it."""
         self._read(len(self._pairs))
         return self._seconds
-
-    def _new(self) -> torch.Event:
-        return self._ops.new_event(timing=True)
 
     def _read(self, at_most: int) -> None:
         while at_most > 0 and self._pairs and self._pairs[0][1].query():

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,30 +36,27 @@ NUM_STAGES = 4
 """Chunks per direction: one at the disk, one on the link, and slack for both."""
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """Something for a lane's thread to do: `work` runs there."""
 
-    __slots__ = ("error", "is_started", "settled", "tail", "work")
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self.work: Callable[[], object] | None = work
-        self.settled = threading.Event()
-        self.tail: torch.Event | None = None
-        self.error: BaseException | None = None
-        self.is_started = False
+    work: Callable[[], object] | None
+    settled: threading.Event = field(default_factory=threading.Event)
+    tail: torch.Event | None = None
+    error: BaseException | None = None
+    is_started: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Mark:
     """An engine's event: a point in a lane, either on its stream already (`raw`) or behind a job of its thread."""
 
-    __slots__ = ("copy", "is_cancelled", "job", "lane", "raw")
-
-    def __init__(self, lane: Lane, raw: tuple[torch.Event, ...], job: Job | None, copy: Job | None) -> None:
-        self.lane = lane
-        self.raw = raw
-        self.job = job
-        self.copy = copy  # the last copy before this point, where that was a job
-        self.is_cancelled = False
+    lane: Lane
+    raw: tuple[torch.Event, ...]
+    job: Job | None
+    copy: Job | None
+    """The last copy before this point, where that was a job."""
+    is_cancelled: bool = False
 
     def device_events(self) -> tuple[torch.Event, ...]:
         """What a stream can wait for; nothing when the job has not settled, or there is no working device."""

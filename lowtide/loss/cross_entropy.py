@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from lowtide.errors import ConfigError
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import log_softmax_backward, log_softmax_backward_into
+from lowtide.tensors.view import same_bytes
 from lowtide.units import MIB
 
 ROWS_STEP = 64
@@ -355,9 +356,8 @@ def _compare(sliced: Loss, plain: Loss, device: torch.device, dtype: torch.dtype
     numbers = torch.randn(*_TRIED_SHAPE, num_words, generator=generator).mul_(4).to(device=device, dtype=dtype)
     targets = torch.randint(num_words, _TRIED_SHAPE, generator=generator)
     some = targets.masked_fill(torch.rand(_TRIED_SHAPE, generator=generator) < 0.3, _IGNORED)
-    return all(
-        _same(_run(sliced, numbers, each.to(device)), _run(plain, numbers, each.to(device))) for each in (targets, some)
-    )
+    runs = ((_run(sliced, numbers, each), _run(plain, numbers, each)) for each in (targets.to(device), some.to(device)))
+    return all(same_bytes(*both) for pair in runs for both in zip(*pair, strict=True))
 
 
 def _run(loss: Loss, numbers: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -365,10 +365,3 @@ def _run(loss: Loss, numbers: torch.Tensor, targets: torch.Tensor) -> tuple[torc
     value = loss(logits, targets)
     (gradient,) = torch.autograd.grad(value, logits)
     return value.detach(), gradient
-
-
-def _same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return all(
-        a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        for a, b in zip(one, other, strict=True)
-    )

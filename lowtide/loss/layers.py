@@ -46,6 +46,7 @@ from lowtide.errors import ConfigError
 from lowtide.loss.blocks import RowWise, name_at_once
 from lowtide.tensors.kinds import CACHE_NAMES, num_cached
 from lowtide.tensors.private import FakeTensor, base_of, has_forward_hooks, tree_leaves, tree_map_only
+from lowtide.tensors.view import same_bytes
 from lowtide.tensors.wrappers import is_distributed
 
 _FIX = "leave memory.rows out"
@@ -213,7 +214,7 @@ class _LayerInBlocks:
                 changed[other] = 1 - changed[other]
                 again = self._look_at(given, changed, first)
                 pairs = zip(seen[2], again[2], strict=True)
-                if not all(_same_bits(a[others], b[others]) for a, b in pairs):
+                if not all(same_bytes(a[others], b[others]) for a, b in pairs):
                     raise _refusal(self._name, "what it gives for a row depends on other rows")
             block = slice(0, max(self.rows, num_rows))
             last = slice(max(1, block.stop - num_rows), block.stop)
@@ -384,16 +385,12 @@ def _num_groups(parts: tuple[torch.Tensor, ...]) -> int:
 
 def _nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are the same but for roundings."""
-    if _same_bits(one, other):
+    if same_bytes(one, other):
         return True
     largest = one.abs().max().double()
     limit = float(largest) * _ROUNDINGS * torch.finfo(one.dtype).eps
     is_close = torch.isclose(one.double(), other.double(), rtol=0.0, atol=limit, equal_nan=True)
     return float((~is_close).double().mean()) <= _SHARE_THAT_DIFFERS
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _own_forward(layer: Any) -> Any:

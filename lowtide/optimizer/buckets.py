@@ -103,16 +103,16 @@ class StateTensor:
         return local if self.shell is None else self.shell.around(local)
 
 
+@dataclass(slots=True, eq=False)
 class StateChunk:
     """What is copied and stepped at once. `slots`: the bucket's own; or of each entry the part with elements
     [start, end), in order of memory."""
 
-    def __init__(self, bucket: StateBucket, slots: list[Slot], start: int = 0, end: int | None = None) -> None:
-        self.bucket = bucket
-        self.slots = slots
-        self.start = start
-        self.end = end
-        """None: it is all of the bucket."""
+    bucket: StateBucket
+    slots: list[Slot]
+    start: int = 0
+    end: int | None = None
+    """None: it is all of the bucket."""
 
     @property
     def nbytes(self) -> int:

@@ -296,15 +296,15 @@ class Cut:
             bucket.bind_host(store.optimizer.state)
 
 
+@dataclass(slots=True, eq=False)
 class Stretch:
     """Elements [start, end) of a parameter that is cut, in order of memory."""
 
-    def __init__(self, cut: Cut, start: int, end: int) -> None:
-        self.cut = cut
-        self.start = start
-        self.end = end
-        self._shown: torch.Tensor | None = None
-        self._own: dict[Hashable, torch.Tensor] = {}
+    cut: Cut
+    start: int
+    end: int
+    _shown: torch.Tensor | None = None
+    _own: dict[Hashable, torch.Tensor] = field(default_factory=dict)
 
     def chunk(self) -> StateChunk | None:
         """The part of the parameter's bucket that has to be on the device; None in the first step."""

@@ -23,6 +23,7 @@ import itertools
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,9 +135,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
     device = parameters[0].device
     if device.type == "meta":
         raise ConfigError("lowtide.swap_optimizer: the parameters have no memory yet (device 'meta'); attach later")
-    odd = why_not_exact(optimizer)
-    if odd:
-        raise ConfigError(f"lowtide.swap_optimizer: {odd}")
+    refusal = why_not_exact(optimizer) or why_not_in_parts(optimizer)
+    if refusal:
+        raise ConfigError(f"lowtide.swap_optimizer: {refusal}")
     return device
 
 
@@ -258,7 +259,7 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
     before = take(beside=optimizer, called=True, devices=devices)
     try:
         with _Writes(before):
-            has_missing = _can_step(optimizer, has_missing=True)
+            has_missing = _can_step_without_some(optimizer)
             before.restore()
             return _tried(optimizer, before, has_missing=has_missing)
     finally:
@@ -268,7 +269,7 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
             warnings.warn(
                 f"lowtide: the trial of {kind.__name__} moved {moved[0]} on, which cannot be wound back, so training "
                 "goes on from there; keep the position as a number if that matters.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -294,10 +295,10 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     return {storage_key(storage): storage for storage in found}
 
 
-def _can_step(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> bool:
-    """Whether a small twin steps at all; some optimizers want a gradient for every parameter."""
+def _can_step_without_some(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a small twin steps where a gradient is missing; some optimizers want one for every parameter."""
     try:
-        _take_steps(_twin(optimizer), bare_step(type(optimizer)), has_missing)
+        _take_steps(_twin(optimizer), bare_step(type(optimizer)), has_missing=True)
     except Exception:
         return False
     return True
@@ -358,12 +359,12 @@ def _tried_with_closure(optimizer: torch.optim.Optimizer, *, has_missing: bool) 
     )
 
 
+@dataclass
 class _Evaluated:
     """An optimizer of the trial, and its closure: gradients that depend on the weights, and on how often it ran."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.count = 0
+    optimizer: torch.optim.Optimizer
+    count: int = 0
 
     @torch.no_grad()
     def evaluate(self) -> torch.Tensor:

@@ -38,7 +38,6 @@ from lowtide.optimizer.requests import (
     share_of,
     size_of,
     tiers_from,
-    why_not_in_parts,
 )
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.step import Stepper
@@ -110,9 +109,6 @@ def swap_optimizer(
     size = None if bucket_bytes == "auto" else bucket_bytes_of(bucket_bytes)
     least = size_of("min_bytes", min_bytes)
     device = check_optimizer(found)
-    refusal = why_not_in_parts(found)
-    if refusal:
-        raise ConfigError(f"lowtide.swap_optimizer: {refusal}")
     if overlap == "in_backward":
         check_alone()
     chosen = engine_for(engine, found, tier)
@@ -136,13 +132,11 @@ def swap_optimizer(
 
 def why_not(optimizer: Any) -> str:
     """Why the state of an optimizer cannot be swapped, in words for a user; empty where it can."""
-    found = bare(optimizer)
     try:
-        check_optimizer(found)
+        check_optimizer(bare(optimizer))
     except ConfigError as error:
         return str(error)
-    refusal = why_not_in_parts(found)
-    return f"lowtide.swap_optimizer: {refusal}" if refusal else ""
+    return ""
 
 
 class OptimizerSwap:

@@ -15,7 +15,7 @@ Inside an active half of a pair (overlap.py), a wait first lets the other half r
 say how many rows will come, their result is needed at once, and they have no backward.
 
 In a layer that lowtide recomputes, the second run takes the rows that the first one got
-(runtime/recompute/call.py). Inside `torch.utils.checkpoint` an exchange is refused.
+(runtime/recompute/collectives.py). Inside `torch.utils.checkpoint` an exchange is refused.
 
 Cost: one collective each way, and 17 us of the host around it; nothing is copied but rows that are not contiguous.
 Not covered: double backward; tensors whose rows are not their first dimension; graphs whose nodes run on several
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from lowtide.errors import ConfigError
-from lowtide.runtime.recompute.call import KeptResults, draw_once
+from lowtide.runtime.recompute.collectives import KeptResults, draw_once
 from lowtide.runtime.saved.handle import is_checkpoint_hook
 from lowtide.tensors.private import top_saved_tensors_hooks
 
@@ -135,7 +135,7 @@ def start_all_to_all(
         half.check(x)
     exchange = _Exchange(route)
     if kept is not None and is_again:
-        exchange.given = kept.take(exchange.shape(x), x.dtype)
+        exchange.given = kept.take_rows(exchange.shape(x), x.dtype)
     return Pending(_Leave.apply(x, exchange), exchange, None if is_again else kept)
 
 
@@ -155,7 +155,7 @@ class Pending:
         if self._rows is None:
             self._rows = _Arrive.apply(self._token, self._exchange)
             if self._kept is not None:
-                self._kept.note(self._rows)
+                self._kept.note_rows(self._rows)
         return self._rows
 
 

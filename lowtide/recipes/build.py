@@ -401,10 +401,6 @@ def bound(recipe: Recipe, proof: Proof, log: OperatorLog, site: Start, starts: S
     return repeated if isinstance(repeated, str) else _Binder(recipe).bind(repeated)
 
 
-class _OtherDtypeError(Exception):
-    """A tensor is seen in another dtype than in the observed step."""
-
-
 class _Binder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -418,8 +414,8 @@ class _Binder:
         try:
             for step in repeated:
                 self._add(step)
-        except _OtherDtypeError:
-            return "read a tensor of another dtype"
+        except _NoRecipeError as reason:
+            return str(reason)
         return dataclasses.replace(self._recipe, inputs=tuple(self._inputs), steps=tuple(self._steps))
 
     def _add(self, step: Repeated) -> None:
@@ -437,7 +433,7 @@ class _Binder:
             start = self._recipe.inputs[planned.index]
             geometry = _seen_geometry(actual)
             if geometry.dtype != start.geometry.dtype:
-                raise _OtherDtypeError
+                raise _NoRecipeError("read a tensor of another dtype")
             entry = dataclasses.replace(start, geometry=geometry)
             return {"input": self._inputs.setdefault(entry, len(self._inputs))}
         if isinstance(planned, FromStep):
@@ -456,7 +452,7 @@ class _Binder:
             return {"step": step, "output": planned.output}
         look = Shape(*actual.shape)
         if look.dtype != given_out.shape[3]:
-            raise _OtherDtypeError
+            raise _NoRecipeError("read a tensor of another dtype")
         key = (step, planned.output, tuple(look))
         if key not in self._views:
             args = ({"step": step, "output": planned.output}, [*look.size], [*look.stride], look.offset)

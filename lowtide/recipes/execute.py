@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lowtide.core.recipe import Recipe, RecipeStep
+from lowtide.core.recipe import Recipe
 from lowtide.errors import ConfigError
 from lowtide.tensors.private import AutoDispatchBelowAutograd, DisableAutocast, tree_leaves
 
@@ -30,16 +30,54 @@ class _Register(int):
 
 
 class CompiledRecipe:
-    """A recipe that can be run. Made by `compile_recipe`."""
+    """A recipe that can be run."""
 
-    __slots__ = ("_num_inputs", "_num_registers", "_result", "_steps")
+    __slots__ = ("_num_inputs", "_num_registers", "_result", "_results", "_steps")
 
     def __init__(self, recipe: Recipe) -> None:
-        compiler = _Compiler(recipe)
-        self._steps = compiler.steps
+        """Raises ConfigError if it names an operator that this torch does not have."""
         self._num_inputs = len(recipe.inputs)
-        self._num_registers = compiler.num_registers
-        self._result = compiler.result
+        self._num_registers = 1 + self._num_inputs
+        self._results: dict[tuple[int, int], _Register] = {}
+        """By step and output."""
+        self._steps: list[_Step] = []
+        last: dict[int, _Step] = {}
+        for step in recipe.steps:
+            args = [self._decode(arg) for arg in step.args]
+            compiled = _Step(find_operator(step.op), args, {key: self._decode(arg) for key, arg in step.kwargs.items()})
+            for leaf in tree_leaves((args, compiled.kwargs)):
+                if isinstance(leaf, _Register):
+                    last[leaf] = compiled
+            self._steps.append(compiled)
+        self._result = self._register_of(len(recipe.steps) - 1, recipe.output)
+        for register, reader in last.items():
+            if register not in (_DEVICE, self._result):
+                reader.clears.append(register)
+
+    def _register_of(self, step: int, output: int) -> _Register:
+        """The register of a result, which exists from the first time that somebody asks for it."""
+        if (step, output) not in self._results:
+            register = self._results[step, output] = _Register(self._num_registers)
+            self._num_registers += 1
+            self._steps[step].stores.append((output, register))
+        return self._results[step, output]
+
+    def _decode(self, arg: Any) -> Any:
+        """A constant, or where the run finds what is meant."""
+        if isinstance(arg, (list, tuple)):
+            return [self._decode(item) for item in arg]
+        if not isinstance(arg, dict):
+            return arg
+        if "input" in arg:
+            return _Register(1 + arg["input"])
+        if "step" in arg:
+            return self._register_of(arg["step"], arg["output"])
+        if "device" in arg:
+            return _Register(_DEVICE)
+        if "float" in arg:
+            return float(arg["float"])
+        (name,) = arg.values()
+        return getattr(torch, name)
 
     def run(self, inputs: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """A tensor on the storage that the recipe makes. Inputs have the geometry of the recipe's, in its order."""
@@ -55,11 +93,6 @@ class CompiledRecipe:
         if result is None:
             raise RuntimeError("lowtide: an operator of a recipe gave no tensor where it gave one before")
         return result
-
-
-def compile_recipe(recipe: Recipe) -> CompiledRecipe:
-    """The recipe, ready to run. Raises ConfigError if it names an operator that this torch does not have."""
-    return CompiledRecipe(recipe)
 
 
 class _Step:
@@ -95,54 +128,6 @@ class _Step:
                 registers[place] = leaves[output]
         for place in self.clears:
             registers[place] = None
-
-
-class _Compiler:
-    """Turns references into registers, and finds the last reader of each."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.num_registers = 1 + len(recipe.inputs)
-        self._results: dict[tuple[int, int], _Register] = {}
-        self._last: dict[int, _Step] = {}
-        self.steps: list[_Step] = []
-        for step in recipe.steps:
-            self._add(step)
-        self.result = self._register_of(len(recipe.steps) - 1, recipe.output)
-        for register, reader in self._last.items():
-            if register not in (_DEVICE, self.result):
-                reader.clears.append(register)
-
-    def _add(self, step: RecipeStep) -> None:
-        args = [self._decode(arg) for arg in step.args]
-        compiled = _Step(find_operator(step.op), args, {key: self._decode(arg) for key, arg in step.kwargs.items()})
-        for leaf in tree_leaves((args, compiled.kwargs)):
-            if isinstance(leaf, _Register):
-                self._last[leaf] = compiled
-        self.steps.append(compiled)
-
-    def _register_of(self, step: int, output: int) -> _Register:
-        """The register of a result, which exists from the first time that somebody asks for it."""
-        if (step, output) not in self._results:
-            register = self._results[step, output] = _Register(self.num_registers)
-            self.num_registers += 1
-            self.steps[step].stores.append((output, register))
-        return self._results[step, output]
-
-    def _decode(self, arg: Any) -> Any:
-        if isinstance(arg, (list, tuple)):
-            return [self._decode(item) for item in arg]
-        if not isinstance(arg, dict):
-            return arg
-        if "input" in arg:
-            return _Register(1 + arg["input"])
-        if "step" in arg:
-            return self._register_of(arg["step"], arg["output"])
-        if "device" in arg:
-            return _Register(_DEVICE)
-        if "float" in arg:
-            return float(arg["float"])
-        (name,) = arg.values()
-        return getattr(torch, name)
 
 
 def _reads(arg: Any) -> bool:

@@ -47,19 +47,14 @@ def index_limit(storage: Storage) -> int | None:
     call = storage.producer
     if call is None or storage.num_writes or len(call.outputs) < 2:
         return None
-    indices, source = call.outputs[1], _source(call)
-    if indices is None or indices.storage is not storage or source is None or not source.size:
+    indices, source = call.outputs[1], call.args[0] if call.args else None
+    if indices is None or indices.storage is not storage or not isinstance(source, Value) or not source.size:
         return None
     name = call.func.overloadpacket.__name__
     if name in _PLANES:
         return math.prod(source.size[-_PLANES[name] :])
     dim = call.argument("dim") if name in _OVER_ONE else None
     return source.size[dim] if isinstance(dim, int) else None
-
-
-def _source(call: OpCall) -> Value | None:
-    source = call.args[0] if call.args else None
-    return source if isinstance(source, Value) else None
 
 
 @dataclass(slots=True)

@@ -64,16 +64,14 @@ class Seen(tuple):
     """Equal to a `Shape` of the same parts."""
 
 
+@dataclass(slots=True, eq=False)
 class Ran:
     """One operator that ran. Tensors among `args`, `kwargs` and `outputs` are `Seen`; None where not plain."""
 
-    __slots__ = ("args", "func", "kwargs", "outputs")
-
-    def __init__(self, func: Any, args: list) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs: dict[str, Any] = {}
-        self.outputs: list[Seen | None] = []
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outputs: list[Seen | None] = field(default_factory=list)
 
 
 class Start(NamedTuple):
@@ -391,7 +389,9 @@ class _Comparison:
         if isinstance(planned, (FromInput, FromStep)):
             if not isinstance(actual, Seen):
                 return "read something that is not a plain tensor"
-            return self._given(planned, actual) if isinstance(planned, FromInput) else self._made(planned, actual)
+            if isinstance(planned, FromInput):
+                return self._given(planned, actual)
+            return self._meet(planned, actual.key, actual.version, actual)
         if isinstance(planned, list):
             if not isinstance(actual, (list, tuple)) or len(actual) != len(planned):
                 return f"got {_shown(actual)} in place of {_shown(planned)}"
@@ -406,9 +406,6 @@ class _Comparison:
             return f"read '{start.name}' before or after it was written to"
         is_same = self._follows_sizes or actual.shape == start.shape
         return "" if is_same else f"read '{start.name}' in another shape"
-
-    def _made(self, planned: FromStep, actual: Seen) -> str:
-        return self._meet(planned, actual.key, actual.version, actual)
 
     def _meet(self, planned: FromStep, key: int, version: int, actual: Seen | None) -> str:
         first = self._log.creator(key)

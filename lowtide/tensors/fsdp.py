@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -81,11 +82,7 @@ def sharded_parameters(model: nn.Module) -> set[int]:
 def is_cut_twice(model: nn.Module) -> bool:
     """Whether FSDP2 holds shards of parameters that tensor parallelism had cut before."""
     groups = [group for module in fsdp_modules(model) for group in _known(fsdp_groups, module)]
-    return any(_known(_is_of_dtensor, parameter) for group in groups for parameter in group.fsdp_params)
-
-
-def _is_of_dtensor(parameter: Any) -> bool:
-    return bool(parameter.is_dtensor)
+    return any(_known(attrgetter("is_dtensor"), parameter) for group in groups for parameter in group.fsdp_params)
 
 
 def is_gathered_of(gathered: torch.Tensor, shard: torch.Tensor) -> bool:
@@ -113,16 +110,16 @@ def at_rest(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     _refuse_inside_a_forward(modules)
     gathered_before = [module for module in modules if _reshard(module)]
     gathered = _gather_each(model, modules)
-    aside = _Aside(model, modules, gathered)
     try:
-        yield gathered
-    except BaseException:
-        for module in modules:
-            if is_fsdp_root(module) and hasattr(module, "reset_iter_state"):
-                module.reset_iter_state()
-        raise
+        with _set_aside(model, modules, gathered):
+            try:
+                yield gathered
+            except BaseException:
+                for module in modules:
+                    if is_fsdp_root(module) and hasattr(module, "reset_iter_state"):
+                        module.reset_iter_state()
+                raise
     finally:
-        aside.put_back()
         for module in gathered_before:
             module.unshard()
 
@@ -153,38 +150,35 @@ def _gather_each(model: nn.Module, modules: list[Any]) -> dict[str, torch.Tensor
     return gathered
 
 
-class _Aside:
-    """Gradients, whole and partial, their hooks, and whether the next backward is the last: set aside, and put back."""
-
-    def __init__(self, model: nn.Module, modules: list[Any], gathered: dict[str, torch.Tensor]) -> None:
-        tensors = [*(p for p in model.parameters() if p.requires_grad), *gathered.values()]
-        self._gradients = [(tensor, tensor.grad) for tensor in tensors]
-        # The mappings themselves stay: whoever registered a hook removes it there.
-        self._hooks = [(hooks, dict(hooks)) for tensor in tensors if (hooks := gradient_hooks(tensor))]
-        groups = [group for module in modules for group in fsdp_groups(module)]
-        partial = [(parameter, "unsharded_accumulated_grad") for group in groups for parameter in group.fsdp_params]
-        partial += [(group, FSDP_PARTIAL_SUM) for group in groups]
-        self._attributes = [(owner, name, getattr(owner, name)) for owner, name in partial if hasattr(owner, name)]
-        contexts = {id(context): context for context in map(fsdp_context, modules)}
-        self._last = [(context, context.is_last_backward) for context in contexts.values()]
-        for tensor, _ in self._gradients:
-            tensor.grad = None
-        for hooks, _ in self._hooks:
-            hooks.clear()
-        for owner, name, _ in self._attributes:
-            setattr(owner, name, None)
-        for context, _ in self._last:
-            context.is_last_backward = True
-
-    def put_back(self) -> None:
-        for tensor, gradient in self._gradients:
+@contextlib.contextmanager
+def _set_aside(model: nn.Module, modules: list[Any], gathered: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Gradients, whole and partial, their hooks, and whether the next backward is the last: set aside inside."""
+    tensors = [*(p for p in model.parameters() if p.requires_grad), *gathered.values()]
+    gradients = [(tensor, tensor.grad) for tensor in tensors]
+    # The mappings themselves stay: whoever registered a hook removes it there.
+    all_hooks = [(hooks, dict(hooks)) for tensor in tensors if (hooks := gradient_hooks(tensor))]
+    groups = [group for module in modules for group in fsdp_groups(module)]
+    partial = [(parameter, "unsharded_accumulated_grad") for group in groups for parameter in group.fsdp_params]
+    partial += [(group, FSDP_PARTIAL_SUM) for group in groups]
+    wanted: list[tuple[Any, str, Any]] = [(owner, name, None) for owner, name in partial if hasattr(owner, name)]
+    contexts = {id(context): context for context in map(fsdp_context, modules)}
+    wanted += [(context, "is_last_backward", True) for context in contexts.values()]
+    attributes = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
+    for tensor, _ in gradients:
+        tensor.grad = None
+    for hooks, _ in all_hooks:
+        hooks.clear()
+    for owner, name, value in wanted:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for tensor, gradient in gradients:
             tensor.grad = gradient
-        for hooks, before in self._hooks:
+        for hooks, before in all_hooks:
             hooks.update(before)
-        for owner, name, value in self._attributes:
+        for owner, name, value in attributes:
             setattr(owner, name, value)
-        for context, is_last in self._last:
-            context.is_last_backward = is_last
 
 
 def gathered_storages(model: nn.Module) -> list[torch.UntypedStorage]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import nn
 
 from lowtide.tensors.compiled import CompiledMode
 from lowtide.tensors.fsdp import gathered_storages
+from lowtide.tensors.kinds import PLAIN_TYPES, tensors_of
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare
 from lowtide.tensors.private import (
     is_traceable_wrapper_subclass,
@@ -47,25 +48,18 @@ class LiveBytes(CompiledMode):
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         device_type: str | None = None,
-        on_operator: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         first = next(model.parameters(), None) if model is not None else None
         self.device_type = device_type or ("cpu" if first is None else first.device.type)
         self.peak_bytes = 0
-        self.on_operator = on_operator
-        """Called after each operator, while its inputs and outputs are both alive."""
         self._now_bytes = 0
         self._live: dict[int, tuple[weakref.ref, int]] = {}
         # Filled by finalizers, which may run in any thread and at any point: they only append.
         self._dead: deque[weakref.KeyedRef] = deque()
         # Emptied and filled without an operator, so they are looked at with each one.
         self._resized = [] if model is None else gathered_storages(model)
-        if model is not None:
-            self.add_all([*model.parameters(), *model.buffers()])
-            self.add_all(p.grad for p in model.parameters() if p.grad is not None)
-        if optimizer is not None:
-            self.add_all(optimizer_tensors(optimizer))
+        self.add_all(state_tensors(model, optimizer))
 
     @property
     def now_bytes(self) -> int:
@@ -95,10 +89,6 @@ class LiveBytes(CompiledMode):
                 if part.device.type == self.device_type:
                     self.add(part.untyped_storage())
 
-    def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
-        self.peak_bytes = self.now_bytes
-
     def _settle(self) -> None:
         while self._dead:
             ref = self._dead.popleft()
@@ -111,8 +101,6 @@ class LiveBytes(CompiledMode):
         out = func(*args, **(kwargs or {}))
         # Inputs too: what something else made is counted from the first time that it is seen.
         self.add_all(_tensors_in((args, kwargs, out)))
-        if self.on_operator is not None:
-            self.on_operator()
         return out
 
 
@@ -154,11 +142,19 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
 
 
+def state_tensors(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """Parameters, buffers, gradients, and what there is of an optimizer's state; some may stand there several times."""
+    tensors = [] if model is None else tensors_of(model)
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return tensors if optimizer is None else [*tensors, *optimizer_tensors(optimizer)]
+
+
 def unique_bytes(tensors: Iterable[torch.Tensor], device_type: str | None = None) -> int:
     """Bytes of the storages of `tensors`, each counted once; of one device type only if given."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        for part in plain_parts(tensor):
+        is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided  # runs in each forward, under a limit
+        for part in (tensor,) if is_plain else plain_parts(tensor):
             if device_type is None or part.device.type == device_type:
                 storage = part.untyped_storage()
                 sizes[storage_key(storage)] = storage.nbytes()

@@ -18,6 +18,7 @@ import itertools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -44,15 +45,13 @@ WRAPPED = ("forward", COMPILED_CALL)
 """Attributes of a module that lowtide puts wrappers in."""
 
 
+@dataclass(slots=True, eq=False)
 class Name:
     """Where something was found; put into words only when it is asked for."""
 
-    __slots__ = ("is_item", "key", "parent")
-
-    def __init__(self, parent: Name | None, key: Any, is_item: bool = False) -> None:
-        self.parent = parent
-        self.key = key
-        self.is_item = is_item
+    parent: Name | None
+    key: Any
+    is_item: bool = False
 
     def __str__(self) -> str:
         before = "" if self.parent is None else str(self.parent)

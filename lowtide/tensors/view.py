@@ -223,6 +223,10 @@ class View:
         self.origin = TensorOrigin.of(tensor) if origin is None else origin
         self.alias = version_alias(tensor)
 
+    def is_intact(self) -> bool:
+        """Whether the tensor has not been modified in place since it was saved."""
+        return version_of(self.alias) == self.version
+
     def check(self) -> None:
         """Raise RuntimeError if the tensor was modified in place since it was saved."""
         now = version_of(self.alias)

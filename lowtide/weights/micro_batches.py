@@ -9,7 +9,7 @@ micro-batches fetches a layer M + 1 times.
 Why the bits are plain's: a graph that is cut falls into pieces (the backward of a layer, and what stands between), and
 a piece is run once, with all that arrives for it, in autograd's own order. A sum is formed inside of one piece, or over
 micro-batches, which come in order. `check` refuses graphs in which that is not so: where a tensor or a weight is used
-by two pieces, the sum would have another order. `Surroundings` refuses a backward that draws random numbers or writes
+by two pieces, the sum would have another order. `run_backward` refuses one that draws random numbers or writes
 into buffers: plain's has done so before the next forward.
 
 Cost: what the layers of all micro-batches saved is there at a time; with layers under torch's checkpoint these are the
@@ -80,17 +80,17 @@ class _LayerRun:
     """What was in them when it began."""
 
 
+@dataclass(eq=False, slots=True)
 class MicroBatch:
     """One micro-batch, from its forward to the end of its backward."""
 
-    def __init__(self, *, is_last: bool) -> None:
-        self.is_last = is_last
-        """No more micro-batch of the step comes after it."""
-        self.runs: list[_LayerRun] = []
-        self.loss: torch.Tensor | None = None
-        self.is_complete = False
-        """Its forward is over."""
-        self._root = torch.zeros((), requires_grad=True)
+    is_last: bool
+    """No more micro-batch of the step comes after it."""
+    runs: list[_LayerRun] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    is_complete: bool = False
+    """Its forward is over."""
+    _root: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     def enter(self, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A layer begins: what it is given instead."""
@@ -146,18 +146,16 @@ class MicroBatch:
         return found
 
 
-class Surroundings:
+def _surroundings(model: nn.Module) -> Callable[[str], None]:
     """What backward has to leave as it is where more forwards have run already: buffers, and the random generators of
-    torch, Python and numpy."""
+    torch, Python and numpy. The function raises `ConfigError` where the backward of a piece has changed something of
+    it."""
+    buffers = [(name, buffer, version_of(buffer)) for name, buffer in model.named_buffers()]
+    generators = [*process_states({parameter.device for parameter in model.parameters()})]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(name, buffer, version_of(buffer)) for name, buffer in model.named_buffers()]
-        self._generators = [*process_states({parameter.device for parameter in model.parameters()})]
-
-    def check(self, piece: str) -> None:
-        """Raise `ConfigError` where the backward of `piece` has changed something of it."""
-        written = next((name for name, buffer, version in self._buffers if version_of(buffer) != version), None)
-        if written is None and all(generator.is_same() for generator in self._generators):
+    def check_after(piece: str) -> None:
+        written = next((name for name, buffer, version in buffers if version_of(buffer) != version), None)
+        if written is None and all(generator.is_same() for generator in generators):
             return
         does = "draws random numbers" if written is None else f"writes into '{written}'"
         raise ConfigError(
@@ -165,6 +163,8 @@ class Surroundings:
             "this step is not right: call zero_grad() (with update='in_backward' load a checkpoint, weights were "
             "updated), and backward() of one micro-batch after the other"
         )
+
+    return check_after
 
 
 def run_backward(
@@ -176,14 +176,14 @@ def run_backward(
 ) -> None:
     """Backward of all micro-batches, from the last layer to the first. `before` is called ahead of each piece with its
     micro-batch, `after` with a layer's name when its backward is over for all."""
-    around = Surroundings(model) if len(batches) > 1 else None
+    check_after = _surroundings(model) if len(batches) > 1 else None
     for batch in batches:
         before(batch)
         assert batch.loss is not None
         batch.loss.backward()
         batch.loss = None
-        if around is not None:
-            around.check("what follows the layers")
+        if check_after is not None:
+            check_after("what follows the layers")
     while batches[0].runs:
         name = batches[0].runs[-1].name
         for batch in batches:
@@ -191,8 +191,8 @@ def run_backward(
             run = batch.runs.pop()
             _send(run.made)
             _send(run.given)
-            if around is not None:
-                around.check(f"'{name}'")
+            if check_after is not None:
+                check_after(f"'{name}'")
         after(name)
 
 

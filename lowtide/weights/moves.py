@@ -43,6 +43,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -67,51 +68,36 @@ Use = tuple[str, str]
 _MOST_AHEAD = 8
 
 
+@dataclass(eq=False, slots=True)
 class Movable:
     """The bytes of a parameter, or (`is_gradient`) of its gradient, and where they are."""
 
-    __slots__ = (
-        "away",
-        "buffer",
-        "event",
-        "fetched_version",
-        "is_always_sent",
-        "is_gradient",
-        "leaving",
-        "name",
-        "nbytes",
-        "parameter",
-        "shape",
-        "should_go",
-        "slot",
-        "total",
-        "version",
-    )
+    name: str
+    parameter: torch.nn.Parameter
+    shape: Shape
+    is_gradient: bool = field(kw_only=True)
+    nbytes: int = field(init=False)
+    slot: Slot | None = None
+    away: torch.Tensor | None = None
+    """What the tensor shows while its bytes are in the slot."""
+    buffer: torch.UntypedStorage | None = None
+    """Its bytes on the device, or where they will arrive."""
+    event: Event | None = None
+    """Behind the copy in that is under way."""
+    fetched_version: int = 0
+    """Of the tensor when that copy began."""
+    version: int | None = None
+    """Of the tensor when the slot had the same bytes; None: the slot has others."""
+    leaving: tuple[Event, int] | None = None
+    """Behind the copy out that is under way, and the version that it copies."""
+    should_go: bool = False
+    """It is dropped once it has left."""
+    total: torch.Tensor | None = None
+    """The sum of its bytes when they arrived."""
+    is_always_sent: bool = False
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, shape: Shape, *, is_gradient: bool) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.is_gradient = is_gradient
-        self.shape = shape
-        self.nbytes = parameter.nbytes
-        self.slot: Slot | None = None
-        self.away: torch.Tensor | None = None
-        """What the tensor shows while its bytes are in the slot."""
-        self.buffer: torch.UntypedStorage | None = None
-        """Its bytes on the device, or where they will arrive."""
-        self.event: Event | None = None
-        """Behind the copy in that is under way."""
-        self.fetched_version = 0
-        """Of the tensor when that copy began."""
-        self.version: int | None = None
-        """Of the tensor when the slot had the same bytes; None: the slot has others."""
-        self.leaving: tuple[Event, int] | None = None
-        """Behind the copy out that is under way, and the version that it copies."""
-        self.should_go = False
-        """It is dropped once it has left."""
-        self.total: torch.Tensor | None = None
-        """The sum of its bytes when they arrived."""
-        self.is_always_sent = False
+    def __post_init__(self) -> None:
+        self.nbytes = self.parameter.nbytes
 
     @property
     def tensor(self) -> torch.Tensor | None:

@@ -37,8 +37,6 @@ class PlacedWeights(PlacedState):
         self._config = config
         self.weights: WeightSwap | None = None
         """The handle; None before and after."""
-        self._is_placed = False
-        """Whether a plan has said what stays."""
 
     def check(self, placement: OptimizerPlacement | None) -> None:
         """Raises `ConfigError` for what cannot be swapped; else the weights are elsewhere from now on."""
@@ -70,21 +68,16 @@ class PlacedWeights(PlacedState):
 
     def follow(self, plan: Plan) -> None:
         """Have the weights and the state move that the plan says."""
-        weights, placement = self.weights, plan.optimizer
-        assert weights is not None and plan.weights is not None and placement is not None
-        total_bytes = (placement.moved_bytes or 0) + placement.resident_bytes
-        share = placement.resident_bytes / total_bytes if total_bytes else 0.0
-        if not self._is_placed:
-            bucket_bytes = min(max(placement.bucket_bytes or 0, LEAST_BYTES), MOST_BYTES)
-            weights.place_state(resident=share, bucket_bytes=bucket_bytes, num_buffers=max(placement.num_slots, 2))
-            self.handle = weights.optimizer_swap
-            self.resident_bytes = placement.resident_bytes
-        elif self.resident_bytes is not None and placement.resident_bytes < self.resident_bytes:
-            assert self.handle is not None
-            self.handle.keep_no_more_than(share)
-            self.resident_bytes = placement.resident_bytes
-        weights.move_only(plan.weights.layers, plan.weights.window_bytes)
-        self._is_placed = True
+        super().follow(plan)
+        assert self.weights is not None and plan.weights is not None
+        self.weights.move_only(plan.weights.layers, plan.weights.window_bytes)
+
+    def _attach(self, plan: Plan, placement: OptimizerPlacement, share: float) -> None:
+        assert self.weights is not None
+        bucket_bytes = min(max(placement.bucket_bytes or 0, LEAST_BYTES), MOST_BYTES)
+        how: Any = {"bucket_bytes": bucket_bytes, "num_buffers": max(placement.num_slots, 2)}
+        self.weights.place_state(resident=share, **how)
+        self.handle = self.weights.optimizer_swap
 
     def remove(self) -> None:
         """Bring weights and state back to the device. Idempotent."""

@@ -27,7 +27,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -96,14 +96,14 @@ class WeightStats:
     """Time that the calling thread waited for copies of weights and gradients."""
 
 
+@dataclass(eq=False, slots=True)
 class _Unit:
     """A layer, or another part of the model: what comes and goes together."""
 
-    def __init__(self, name: str, module: nn.Module, items: list[Movable]) -> None:
-        self.name = name
-        self.module = module
-        self.items = items
-        self.gradients: list[Movable] = []
+    name: str
+    module: nn.Module
+    items: list[Movable]
+    gradients: list[Movable] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

@@ -88,7 +88,7 @@ CHECKS: dict[str, Check] = {
         sides=(("writes_activation",),),
     ),
     "version of a recipe's parameter": Check(
-        where="lowtide.runtime.recompute.recipe_nodes:StateSource.is_intact",
+        where="lowtide.runtime.recompute.recipe_sources:StateSource.is_intact",
         nothing=lambda link: True,
         plans=("solved",),
         blocks=("rows",),

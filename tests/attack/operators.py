@@ -39,7 +39,7 @@ from lowtide.core.recipe import Recipe
 from lowtide.engines.base import Slot
 from lowtide.engines.host import HostEngine
 from lowtide.recipes.build import build_recipes
-from lowtide.recipes.execute import compile_recipe
+from lowtide.recipes.execute import CompiledRecipe
 from tests.attack.draw import names_lowtide
 from tests.attack.traces import tensor_bytes
 from tests.support.recording import record
@@ -369,7 +369,7 @@ def _by_recipes(call: _Call, found: Found) -> str:
                 reasons[recipe] = 1
                 continue
             inputs = [recording.input(entry.kind, entry.name, entry.geometry) for entry in recipe.inputs]
-            result = compile_recipe(recipe).run(inputs, torch.device("cpu")).untyped_storage()
+            result = CompiledRecipe(recipe).run(inputs, torch.device("cpu")).untyped_storage()
             number += 1
             if not torch.equal(torch.empty(0, dtype=torch.uint8).set_(result), recording.bits[target.storage.name]):
                 return f"silently wrong: the recipe of {target.storage.name}: {[step.op for step in recipe.steps]}"

@@ -18,7 +18,7 @@ from lowtide.core.json_text import build
 from lowtide.core.recipe import Recipe
 from lowtide.profiling.observe_step import observe
 from lowtide.recipes.build import MAX_STEPS, build_recipes
-from lowtide.recipes.execute import compile_recipe
+from lowtide.recipes.execute import CompiledRecipe
 from tests.support import zoo
 from tests.support.recording import Recording, record
 
@@ -50,7 +50,7 @@ def through_json(recipe: Recipe) -> Recipe:
 
 def gives_the_bytes(recipe: Recipe, name: str, truth: Recording) -> bool:
     inputs = [truth.input(entry.kind, entry.name, entry.geometry) for entry in recipe.inputs]
-    made = compile_recipe(through_json(recipe)).run(inputs, CPU).untyped_storage()
+    made = CompiledRecipe(through_json(recipe)).run(inputs, CPU).untyped_storage()
     return torch.equal(torch.empty(0, dtype=torch.uint8).set_(made), truth.bits[name])
 
 

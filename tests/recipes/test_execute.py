@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep
 from lowtide.errors import ConfigError
-from lowtide.recipes.execute import compile_recipe
+from lowtide.recipes.execute import CompiledRecipe
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def made(index: int, output: int = 0) -> dict[str, int]:
 
 
 def test_constants_lists_and_outputs() -> None:
-    program = compile_recipe(
+    program = CompiledRecipe(
         recipe(
             step("aten.full.default", [4], {"float": "-inf"}, dtype={"dtype": "float32"}, device={"device": "cuda"}),
             step("aten.maximum.default", made(0), {"input": 0}),
@@ -51,7 +51,7 @@ def test_constants_lists_and_outputs() -> None:
 
 
 def test_an_output_of_several_is_the_result() -> None:
-    program = compile_recipe(recipe(step("aten.sort.default", {"input": 0}), output=1))
+    program = CompiledRecipe(recipe(step("aten.sort.default", {"input": 0}), output=1))
     assert program.run([torch.tensor([2.0, 1.0])], CPU).tolist() == [1, 0]
 
 
@@ -62,7 +62,7 @@ def test_writes_in_place_leave_the_inputs_alone() -> None:
         step("aten.mul_.Tensor", made(0), 3),
         step("aten.exp_.default", made(1)),
     )
-    result = compile_recipe(recipe(*steps)).run([x], CPU)
+    result = CompiledRecipe(recipe(*steps)).run([x], CPU)
     assert torch.equal(result, torch.full((4,), 3.0).exp())
     assert torch.equal(x, torch.ones(4))
     assert x._version == 0
@@ -71,7 +71,7 @@ def test_writes_in_place_leave_the_inputs_alone() -> None:
 def test_nothing_is_saved_and_nothing_is_cast() -> None:
     weight = torch.randn(4, 4, requires_grad=True)
     x = torch.randn(4, 4, requires_grad=True).exp()
-    program = compile_recipe(recipe(step("aten.mm.default", {"input": 0}, {"input": 1}), num_inputs=2))
+    program = CompiledRecipe(recipe(step("aten.mm.default", {"input": 0}, {"input": 1}), num_inputs=2))
     with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
         result = program.run([x, weight], CPU)
         assert torch.is_autocast_enabled("cpu")
@@ -93,7 +93,7 @@ def test_intermediate_results_go_with_their_last_reader() -> None:
             return out
 
     steps = [step("aten.exp.default", {"input": 0}), *(step("aten.sin.default", made(i)) for i in range(6))]
-    program = compile_recipe(recipe(*steps))
+    program = CompiledRecipe(recipe(*steps))
     x = torch.ones(4)
     with Watch():
         program.run([x], CPU)
@@ -103,7 +103,7 @@ def test_intermediate_results_go_with_their_last_reader() -> None:
 def test_the_inputs_are_not_held() -> None:
     x = torch.ones(4)
     ref = weakref.ref(x)
-    program = compile_recipe(recipe(step("aten.exp.default", {"input": 0})))
+    program = CompiledRecipe(recipe(step("aten.exp.default", {"input": 0})))
     program.run([x], CPU)
     del x
     assert ref() is None
@@ -112,7 +112,7 @@ def test_the_inputs_are_not_held() -> None:
 @pytest.mark.parametrize("op", ["aten.no_such_thing.default", "aten.mul.NoSuchOverload", "nowhere.mul.Tensor"])
 def test_an_operator_that_does_not_exist(op: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compile_recipe(recipe(step(op, {"input": 0})))
+        CompiledRecipe(recipe(step(op, {"input": 0})))
     assert str(caught.value) == (
         f"recipe: this torch ({torch.__version__}) has no operator '{op}'; "
         "profile the model again with the torch that trains it"
@@ -122,7 +122,7 @@ def test_an_operator_that_does_not_exist(op: str) -> None:
 def test_a_step_costs_a_few_python_calls() -> None:
     """Beside the operator itself: microseconds, on whatever machine."""
     steps = [step("aten.neg.default", {"input": 0}), *(step("aten.neg.default", made(i)) for i in range(99))]
-    program = compile_recipe(recipe(*steps))
+    program = CompiledRecipe(recipe(*steps))
     x, calls = torch.ones(1), []
     sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
     try:
@@ -140,7 +140,7 @@ def test_operators_run_with_gradients_on_as_they_ran_and_record_nothing() -> Non
             seen.append(torch.is_grad_enabled())
             return func(*args, **(kwargs or {}))
 
-    program = compile_recipe(recipe(step("aten.exp.default", {"input": 0})))
+    program = CompiledRecipe(recipe(step("aten.exp.default", {"input": 0})))
     x = torch.ones(4, requires_grad=True)
     with torch.no_grad(), Watch():
         result = program.run([x], CPU)
@@ -152,6 +152,6 @@ def test_operators_run_with_gradients_on_as_they_ran_and_record_nothing() -> Non
 def test_an_operator_that_gives_nothing_is_an_error() -> None:
     ones = [torch.ones(1, 1, 4), torch.ones(1, 1, 4), torch.ones(1, 1, 1)]
     given = [{"input": 0}, {"input": 1}, {"input": 2}, [1], [1], [0], [1], False, [0], 1, [True, False, False]]
-    program = compile_recipe(recipe(step("aten.convolution_backward.default", *given), num_inputs=3, output=1))
+    program = CompiledRecipe(recipe(step("aten.convolution_backward.default", *given), num_inputs=3, output=1))
     with pytest.raises(RuntimeError, match=r"^lowtide: an operator of a recipe gave no tensor where it gave one"):
         program.run(ones, CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,9 +11,20 @@ from torch import nn
 from lowtide.tensors.live_bytes import LiveBytes, plain_parts, unique_bytes
 
 
+class Curve(LiveBytes):
+    """With what was alive after each operator, while its inputs and outputs were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[int] = []
+
+    def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().add_all(tensors)
+        self.values.append(self.now_bytes)
+
+
 def test_a_storage_counts_from_its_operator_to_its_death() -> None:
-    curve: list[int] = []
-    with LiveBytes(on_operator=lambda: curve.append(live.now_bytes)) as live:
+    with Curve() as live:
         first = torch.ones(100)
         assert live.now_bytes == 400
         second = first * 2
@@ -22,7 +34,7 @@ def test_a_storage_counts_from_its_operator_to_its_death() -> None:
         del view
         assert live.now_bytes == 400
     assert live.peak_bytes == 800
-    assert curve == [400, 800, 800]
+    assert live.values == [400, 800, 800]
     del first
     assert live.now_bytes == 0
 
@@ -63,7 +75,7 @@ def test_a_peak_starts_anew() -> None:
         big = torch.ones(1000)
         del big
         small = torch.ones(10)
-        live.reset_peak()
+        live.peak_bytes = live.now_bytes
         assert live.peak_bytes == small.numel() * 4
 
 

@@ -14,6 +14,7 @@ because they change: code that compares a version reads it at that moment.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +28,8 @@ from lowtide.core.rules import Decision, Rules
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import VIEW_NODES, Node
-from lowtide.runtime.recompute.watch import Draws, Watch
+from lowtide.runtime.recompute.recipe_graph import Node
+from lowtide.runtime.recompute.watch import Watch
 from lowtide.runtime.saved.stats import Counters
 from lowtide.tensors.kinds import is_movable, is_plain, leads_to_parameter, storage_keys, unregistered_in
 from lowtide.tensors.private import COMPILED_NODE, base_of, is_view, storage_key
@@ -51,7 +52,9 @@ class PlanContext:
     seen_names: set[str] = field(default_factory=set)
     watches: dict[nn.Module, Watch] = field(default_factory=dict)
     """By module: what a recomputed module reads apart from its inputs."""
-    draws: Draws = field(default_factory=Draws)
+    has_drawn: threading.Event = field(default_factory=threading.Event)
+    """Some forward pass has drawn from Python's or numpy's generator: then no second run may leave them moved, whether
+    its module was seen to draw or not."""
     nodes: dict[str, Node] | None = None
     """What a solved plan says, by name; None where rules decide."""
     logged_kinds: frozenset = frozenset()
@@ -78,7 +81,7 @@ class PlanContext:
         """What a module reads apart from its inputs."""
         watch = self.watches.get(module)
         if watch is None:
-            watch = self.watches[module] = Watch(module, self.model, self.draws, is_planned=self.nodes is not None)
+            watch = self.watches[module] = Watch(module, self.model, self.has_drawn, is_planned=self.nodes is not None)
             watch.keeps_collectives = self.keeps_collectives
         return watch
 
@@ -137,7 +140,8 @@ def _is_alike(seen: type, now: type) -> bool:
     return (seen.__name__ == COMPILED_NODE) == (now.__name__ == COMPILED_NODE)
 
 
-_ALIKE = frozenset({*VIEW_NODES, COMPILED_NODE})
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AsStridedBackward0")
+_ALIKE = frozenset({*_VIEWS, COMPILED_NODE})
 
 
 # -- what a saved tensor is --------------------------------------------------------------------------------------------

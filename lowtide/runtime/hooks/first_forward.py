@@ -29,7 +29,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.rules import Decision, Rule
 from lowtide.profiling.producer_names import Recorder
 from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry
-from lowtide.runtime.recompute.recipe_nodes import Node
+from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.tensors.compiled import refuse_compiled_part, without
 from lowtide.tensors.kinds import storage_keys
 from lowtide.units import format_bytes

@@ -36,11 +36,10 @@ from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, S
 from lowtide.runtime.hooks.first_forward import FirstForward
 from lowtide.runtime.hooks.regions import Regions
 from lowtide.runtime.offload.scheduler import Departures
-from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
-from lowtide.runtime.offload.spill import Guard, Spillable
-from lowtide.runtime.recompute.recipe_graph import RecipeGraph
-from lowtide.runtime.recompute.recipe_nodes import Node
-from lowtide.runtime.recompute.recipe_sources import OffloadedSource, RecomputedSource, ResidentSource
+from lowtide.runtime.offload.site import PrefetchQueue
+from lowtide.runtime.offload.spill import Guard
+from lowtide.runtime.recompute.recipe_graph import Node, RecipeGraph
+from lowtide.runtime.recompute.recipe_sources import HeldSource, RecomputedSource
 from lowtide.runtime.saved.handle import Kept, Shared, Wrapped
 from lowtide.tensors.compiled import never_compiled, without
 from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, ordered_storage_keys, storage_key_set, swapped_weights_of
@@ -52,7 +51,7 @@ from lowtide.tensors.private import (
     tree_leaves,
     version_of,
 )
-from lowtide.tensors.view import TensorOrigin, View, part_of
+from lowtide.tensors.view import TensorOrigin, part_of
 from lowtide.tensors.wrappers import arrived, is_desugared
 
 _MAX_RELEARNED = 3
@@ -105,14 +104,10 @@ class ForwardPass:
 
     # -- where we are ----------------------------------------------------------------------------------------------
 
-    def logging(self) -> contextlib.AbstractContextManager:
-        """A context that logs what operators do, where recipes are to be proven; else one that does nothing."""
-        return contextlib.nullcontext() if self.log is None else self.log
-
     @contextlib.contextmanager
     def inside(self, layer: LayerTable) -> Iterator[None]:
         """Tensors saved inside belong to `layer`. Its table is learned if it has none for this call."""
-        outer, call = self.at, self._next_call("layer", layer.name)
+        outer, call = self.at, self.next_call("layer", layer.name)
         if self.context.guard is not None:
             self.context.guard.enter(layer.name, call)
         table = layer.tables.get(call)
@@ -166,7 +161,7 @@ class ForwardPass:
     def _stay(self, source: RecomputedSource) -> None:
         self._miss()
         if self.context.guard is not None:
-            self.context.guard.offer(source, self.queue)
+            source.stay(self.context.guard, self.queue)
 
     @property
     def layer(self) -> LayerTable:
@@ -202,9 +197,7 @@ class ForwardPass:
                     is_first, guard = entry.is_counted, self.context.guard
                     if guard is None or not entry.is_activation:
                         return self._hold(tensor, is_counted=is_first, origin=entry.origin)
-                    return self._keep_spillable(
-                        guard, tensor, is_counted=is_first, may_be_view=not is_first, origin=entry.origin
-                    )
+                    return self._keep_spillable(guard, tensor, is_counted=is_first, origin=entry.origin)
                 if is_same_producer(entry.producer, type(grad_fn)):
                     return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
         self._miss()
@@ -257,11 +250,7 @@ class ForwardPass:
         guard = self.context.guard
         if guard is None or not saved.is_movable:
             return self._hold(saved.tensor, is_counted=is_counted)
-        # What no table knows may be a further view.
-        may_be_view = not (is_planned and is_counted)
-        return self._keep_spillable(
-            guard, saved.tensor, is_counted=is_counted, may_be_view=may_be_view, is_planned=is_planned
-        )
+        return self._keep_spillable(guard, saved.tensor, is_counted=is_counted, is_planned=is_planned)
 
     def _keep_spillable(
         self,
@@ -269,13 +258,13 @@ class ForwardPass:
         tensor: torch.Tensor,
         *,
         is_counted: bool,
-        may_be_view: bool,
         is_planned: bool = True,
         origin: TensorOrigin | None = None,
     ) -> Any:
-        """`may_be_view`: of a storage that is kept already."""
         on_open = self.follower if self.queue.has_distances else None
-        known = guard.view(tensor, self.queue, on_open) if may_be_view else None
+        # What no table knows may be a further view of a storage that is kept already.
+        is_first = is_counted and is_planned
+        known = None if is_first else guard.view(tensor, self.queue, on_open)
         if known is None and is_counted:
             known = guard.keep(tensor, self.queue, on_open, is_planned=is_planned, origin=origin)
             self.context.counters.kept_bytes += known.nbytes
@@ -330,24 +319,19 @@ class ForwardPass:
             if source is None:
                 self._miss()
                 return self._keep(saved, is_counted=entry.is_counted, is_planned=False)
-            source.last_use = next_sequence_number()
-            source.num_readers += 1
+            source.note_saved(next_sequence_number())
+            source.add_readers(1)
             return Shared(source, tensor, self.follower)
         if entry.fate is Fate.SWAP:
             handle = self._swap(saved, entry.tier, entry.distance, entry.leave)
             if isinstance(handle, Shared):
-                self._add_swapped(node, handle)
+                recipe_graph.add(node, HeldSource(handle, tensor))
             return handle
         if not entry.is_counted or not saved.is_plain:
             return self._keep(saved, is_counted=False)
         kept = self._keep(saved, is_counted=True)
-        recipe_graph.add(node, ResidentSource(kept, tensor))
+        recipe_graph.add(node, HeldSource(kept, tensor))
         return kept
-
-    def _add_swapped(self, node: Node, handle: Shared) -> None:
-        """Recipes may start from a tensor that was swapped."""
-        assert self.recipe_graph is not None and isinstance(handle.source, OffloadedStorage)
-        self.recipe_graph.add(node, OffloadedSource(handle.source, handle.view))
 
     def _encode(self, saved: Saved, node: Node) -> RecomputedSource | None:
         """The source of a tensor that is to be stored smaller: when the next operator saves something."""
@@ -364,23 +348,20 @@ class ForwardPass:
         with disable_current_modes() if is_watched else contextlib.nullcontext():
             self.recipe_graph.encode_now(node, source, functools.partial(self._hold_form, node))
 
-    def _hold_form(self, node: Node, form: torch.Tensor) -> ResidentSource | OffloadedSource:
+    def _hold_form(self, node: Node, form: torch.Tensor) -> HeldSource:
         """A source of the smaller form of a node, which stays or is swapped."""
         decision, storage = node.decision, form.untyped_storage()
         if self.context.scheduler.on_buffer is not None:
             self.context.scheduler.on_buffer(storage)
         if decision.fate is Fate.KEEP:
-            return ResidentSource(self._hold(form, is_counted=True), form)
+            return HeldSource(self._hold(form, is_counted=True), form)
         tier = decision.tier.value if decision.tier else None
         site = self.context.scheduler.enroll(self.queue, storage, version_of(form), decision.prefetch, part_of(form))
         self.departures.add(site, tier, decision.leave, next_sequence_number())
-        return OffloadedSource(site, View(form))
+        return HeldSource(Shared(site, form), form)
 
-    def count_call(self, module: str) -> int:
-        """How often a module with retained inputs has been called before in this forward."""
-        return self._next_call("retained input", module)
-
-    def _next_call(self, kind: str, name: str) -> int:
+    def next_call(self, kind: str, name: str) -> int:
+        """How often a layer, or a module with retained inputs, has been called before in this forward."""
         self._calls[kind, name] += 1
         return self._calls[kind, name] - 1
 
@@ -416,17 +397,15 @@ class ForwardPass:
         if node.is_made:
             if recipe_graph.make(node, tensor) is None:
                 self._miss()
-        elif decision.fate is Fate.SWAP:
+            return
+        if decision.fate is Fate.SWAP:
             tier = decision.tier.value if decision.tier else None
             handle = self._swap(saved, tier, decision.prefetch, decision.leave)
-            # Autograd does not read it; its readers are the recipes.
-            handle.source.num_readers -= 1
-            self._add_swapped(node, handle)
         else:
-            kept = self._keep(saved, is_counted=True)
-            if isinstance(kept, Spillable):
-                kept.num_readers -= 1  # the same
-            recipe_graph.add(node, ResidentSource(kept, tensor))
+            handle = self._keep(saved, is_counted=True)
+        source = HeldSource(handle, tensor)
+        source.add_readers(-1)  # autograd does not read it; its readers are the recipes
+        recipe_graph.add(node, source)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,17 +37,6 @@ from lowtide.tensors.private import (
     version_of,
 )
 from lowtide.tensors.wrappers import inside
-
-
-class Pass(Protocol):
-    """The forward pass that a region runs in. A `ForwardPass` is one."""
-
-    @property
-    def layer(self) -> LayerTable:
-        """The layer that is running, or the model around its layers."""
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """The handle on a tensor that is saved."""
 
 
 class Rerun:
@@ -97,7 +86,7 @@ class Rerun:
 
 
 class Regions:
-    """The regions of one forward pass. Each call passes it the pass: a reference to it here would make a cycle."""
+    """The regions of one forward pass. Each call gives it the `ForwardPass`: a reference to that would be a cycle."""
 
     def __init__(self, context: PlanContext, first: FirstForward, parameters: Parameters) -> None:
         self._context = context
@@ -107,7 +96,7 @@ class Regions:
         """Dropped outputs, by the key of their storage: the storage, its version, and what recomputes it."""
         self._parts: dict[int, Any] = {}
 
-    def checkpointed(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def checkpointed(self, now: Any, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a module as a region: what it saves is dropped. Returns its output."""
         pack = now.pack if self._context.slices is None else functools.partial(self._pack_input, now)
         region = self._begun(now, module, forward, args, kwargs)
@@ -119,7 +108,7 @@ class Regions:
             region.note_end(next_sequence_number())
         return output
 
-    def discarded(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def discarded(self, now: Any, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a module as a region and drop its output too, if it is one fresh tensor worth dropping."""
         region = self._begun(now, module, forward, args, kwargs)
         if region is None:
@@ -145,35 +134,31 @@ class Regions:
         self._outputs.clear()
         self._parts.clear()
 
-    def _begun(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun | None:
+    def _begun(self, now: Any, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun | None:
         """The region, before its first run. None if a solved plan chose it and it cannot run again: then what it saves
         is kept, which costs memory and no value."""
         watch = self._context.watch(module)
         if watch.differs or (watch.is_planned and watch.refusal):
             return None
         try:
-            return self._new(now, module, forward, args, kwargs)
+            call = Call(module, forward, *without_cache(module, args, kwargs, watch.refusal_of))
+            note = functools.partial(self._note_dropped, now.layer)
+            dropped = Dropped(self._context.counters, self._context.scheduler.ledger, note)
+            return RegionRun(call, dropped, watch, self._context.fingerprints, is_first=self._first.is_on)
         except RecomputeRefusedError as error:
             if not error.can_stay:
                 raise
             warnings.warn(f"{error} It is kept.", stacklevel=2)
             return None
 
-    def _new(self, now: Pass, module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> RegionRun:
-        watch = self._context.watch(module)
-        call = Call(module, forward, *without_cache(module, args, kwargs, watch.refusal_of))
-        note = functools.partial(self._note_dropped, now.layer)
-        dropped = Dropped(self._context.counters, self._context.scheduler.ledger, note)
-        return RegionRun(call, dropped, watch, self._context.fingerprints, is_first=self._first.is_on)
-
-    def _run(self, now: Pass, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
+    def _run(self, now: Any, region: RegionRun, pack: Callable[[torch.Tensor], Any]) -> Any:
         # A solved plan has no room for copies, and chooses no layer that was observed to write to its inputs.
         is_new = self._first.is_on and self._context.nodes is None
         output = region.run(pack, may_change_inputs=is_new or region.watch.writes_inputs)
         region.watch.writes_inputs |= region.has_changed_inputs
         return output
 
-    def _pack_input(self, now: Pass, tensor: torch.Tensor) -> Any:
+    def _pack_input(self, now: Any, tensor: torch.Tensor) -> Any:
         """The handle on an input of a recomputed layer, of which each tensor-parallel rank may keep a slice only."""
         handle, slices = now.pack(tensor), self._context.slices
         assert slices is not None

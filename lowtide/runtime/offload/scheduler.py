@@ -48,12 +48,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from lowtide.engines.base import Engine, Event, Lane, Slot
 from lowtide.errors import TierFull
-from lowtide.runtime.offload.site import Copy, HeldForBackward, OffloadedStorage, PrefetchQueue
+from lowtide.runtime.offload.site import Copy, OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.private import (
     current_autograd_node,
@@ -119,7 +120,8 @@ class OffloadScheduler:
         # by the identity of the event; oldest first.
         self._arriving: dict[int, tuple] = {}
         self._unfreed: deque[tuple] = deque()
-        self._open_sites: dict[int, weakref.WeakSet[OffloadedStorage | HeldForBackward]] = {}
+        self._open_sites: dict[int, weakref.WeakSet[Any]] = {}
+        """What holds memory for a backward pass, and is told by `let_go` when that is over: sites, recipes' sources."""
         self.window = Window()
         self._has_warned_full = False
         rest = (self.copies, self._unfreed, self._arriving, self._leaving)
@@ -195,15 +197,17 @@ class OffloadScheduler:
                 return self.engine.allocate(nbytes, name)
             except TierFull as full:
                 reason = str(full)
+        self._warn_of_full(
+            f"no room left for swapped activations ({reason}); they stay on the device, and "
+            "`stats.num_kept_for_lack_of_room` counts them. Raise host_budget or disk_budget, point disk_path at a "
+            "larger disk, or swap less."
+        )
+        return None
+
+    def _warn_of_full(self, message: str) -> None:
         if not self._has_warned_full:
             self._has_warned_full = True
-            warnings.warn(
-                f"lowtide: no room left for swapped activations ({reason}); they stay on the device, and "
-                "`stats.num_kept_for_lack_of_room` counts them. Raise host_budget or disk_budget, point disk_path at "
-                "a larger disk, or swap less.",
-                stacklevel=2,
-            )
-        return None
+            warnings.warn(f"lowtide: {message}", stacklevel=3)
 
     def _stay(self, copy: Copy) -> None:
         copy.slot = None
@@ -257,14 +261,10 @@ class OffloadScheduler:
             return
         self._unfreed.append((copy.slot, (copy.event,)))
         self._stay(copy)
-        if not self._has_warned_full:
-            self._has_warned_full = True
-            warnings.warn(
-                f"lowtide: writing an activation to a slower tier failed ({failure}); it stays on the device, nothing "
-                "is lost, and `stats.num_kept_for_lack_of_room` counts it. Free some space or point disk_path at "
-                "another disk.",
-                stacklevel=2,
-            )
+        self._warn_of_full(
+            f"writing an activation to a slower tier failed ({failure}); it stays on the device, nothing is lost, and "
+            "`stats.num_kept_for_lack_of_room` counts it. Free some space or point disk_path at another disk."
+        )
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,10 @@ class OffloadScheduler:
             self._enter_task(site)
             if self.engine.compute_stream() == site.stream:
                 self._ensure_resident_now(site)
-                self._fetch_before(site)
+                if site.queue.is_timed:
+                    self.follow(site.queue)
+                else:
+                    self._fetch_near(site.queue, site.last_use, site)
                 storage = self._storage(site)
             else:
                 storage = self._read_apart(site)
@@ -310,7 +313,7 @@ class OffloadScheduler:
             self._open_sites[task] = weakref.WeakSet()
             queue_callback(lambda: self.end_of_backward(task))
 
-    def note_made(self, source: HeldForBackward, task: int) -> None:
+    def note_made(self, source: Any, task: int) -> None:
         """A recipe's source holds what it made for this backward: at the end of that it is told to release it."""
         with self.lock:
             self._watch(task)
@@ -331,7 +334,8 @@ class OffloadScheduler:
         else:
             copy.buffer, copy.arrival = self._copy_in(site)
         self._account(copy)
-        self._note_open(site)
+        if site.task in self._open_sites:
+            self._open_sites[site.task].add(site)
 
     def _ensure_resident_now(self, site: OffloadedStorage) -> None:
         """`ensure_resident` for a reader that waits: if memory has no room, what others hold is freed first."""
@@ -426,10 +430,6 @@ class OffloadScheduler:
                 return
             del self._arriving[oldest]
 
-    def _note_open(self, site: OffloadedStorage) -> None:
-        if site.task in self._open_sites:
-            self._open_sites[site.task].add(site)
-
     def release(self, site: OffloadedStorage) -> None:
         """The last reader of this backward has its tensor: free the buffer. The slot keeps the bytes for the next."""
         copy = site.copy
@@ -466,34 +466,22 @@ class OffloadScheduler:
             if queue.is_timed:
                 self._fetch_timed(queue, sequence)
             else:
-                self._fetch_due(queue, sequence)
+                self._fetch_near(queue, sequence)
 
-    def _fetch_before(self, site: OffloadedStorage) -> None:
-        """Start fetching what backward will read next: the sites saved before this one, latest first."""
-        queue = site.queue
-        if queue.is_timed:
-            self.follow(queue)
-            return
-        queue.cursor = min(queue.cursor, site.index + 1)
+    def _fetch_near(self, queue: PrefetchQueue, sequence: int, site: OffloadedStorage | None = None) -> None:
+        """Backward reached the operator with this autograd sequence number, or reads `site`: start the fetches that are
+        due of the sites saved before, latest first."""
+        if site is not None:
+            queue.cursor = min(queue.cursor, site.index + 1)
         while queue.cursor > 0:
             following = queue.sites[queue.cursor - 1]()
             if following is not None and following is not site:
                 if following.distance is not None:
-                    is_due = following.last_use >= site.last_use - following.distance
+                    is_due = following.last_use >= sequence - following.distance
                 else:
-                    is_due = self.window.ahead_bytes + following.copy.nbytes <= self.window.nbytes()
+                    most_bytes = self.window.nbytes() if site is not None else 0
+                    is_due = self.window.ahead_bytes + following.copy.nbytes <= most_bytes
                 if not is_due or not self._fetch_ahead(following):
-                    return
-            queue.cursor -= 1
-
-    def _fetch_due(self, queue: PrefetchQueue, sequence: int) -> None:
-        """Backward reached the operator with this autograd sequence number: start the fetches that are due."""
-        while queue.cursor > 0:
-            following = queue.sites[queue.cursor - 1]()
-            if following is not None:
-                if following.distance is None or following.last_use < sequence - following.distance:
-                    return
-                if not self._fetch_ahead(following):
                     return
             queue.cursor -= 1
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from lowtide.errors import ConfigError
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Stats
+from lowtide.tensors.compiled import CompiledMode
 from lowtide.tensors.kinds import is_plain, written_arguments
 from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import (
@@ -165,32 +167,22 @@ class SelectiveOffload:
         return tensor.untyped_storage().nbytes() >= least
 
 
-class _Version:
-    """Whether a tensor was written to since: its version counter, and the version then."""
-
-    __slots__ = ("alias", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.alias = version_alias(tensor) if is_plain(tensor) else tensor.detach()
-        self.version = version_of(tensor)
-
-    def check(self, op: Any) -> None:
-        if version_of(self.alias) != self.version:
-            raise RuntimeError(
-                f"lowtide: an output of {op}, which the policy of selective checkpointing holds, was written to in "
-                "place after that; let the policy recompute it, or write to a copy"
-            )
-
-
+@dataclass(eq=False)
 class _Held:
     """An output that is held: on the device as an alias, so that no graph owns itself; or elsewhere, as a site."""
 
-    def __init__(self, saved_at: _Version, at: torch.Tensor | OffloadedStorage, shape: Shape | None = None) -> None:
-        """`shape`: how the output looks at the site's bytes."""
-        self.saved_at = saved_at
-        self.at = at
-        self.shape = shape
-        self.share: object = None
+    counter: torch.Tensor
+    """Tells of writes to it."""
+    version: int
+    at: torch.Tensor | OffloadedStorage
+    shape: Shape | None = None
+    """How the output looks at the site's bytes."""
+    share: object = None
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no counter tells of a write since."""
+        return version_of(self.counter) == self.version
 
     def open(self) -> torch.Tensor:
         if isinstance(self.at, torch.Tensor):
@@ -199,14 +191,14 @@ class _Held:
         return self.shape.over(self.at.read())
 
 
+@dataclass(slots=True)
 class _Output:
     """What one operator gave out: its tensors as handles, and the random states around it where it drew."""
 
-    def __init__(self, leaves: list[Any], tree: Any, before: RandomState | None, after: RandomState | None) -> None:
-        self.leaves = leaves
-        self.tree = tree
-        self.before = before
-        self.after = after
+    leaves: list[Any]
+    tree: Any
+    before: RandomState | None
+    after: RandomState | None
 
     def give(self, op: Any, given: Any) -> Any:
         """The output of `op` once more, which is `given` these arguments. The generators go on from where they were
@@ -214,8 +206,11 @@ class _Output:
         if self.before is not None and self.after is not None and _same(_states(given), self.before):
             self.after.set()
         for leaf in self.leaves:
-            if isinstance(leaf, _Held):
-                leaf.saved_at.check(op)
+            if isinstance(leaf, _Held) and not leaf.is_intact:
+                raise RuntimeError(
+                    f"lowtide: an output of {op}, which the policy of selective checkpointing holds, was written to in "
+                    "place after that; let the policy recompute it, or write to a copy"
+                )
         opened = [leaf.open() if isinstance(leaf, _Held) else leaf for leaf in self.leaves]
         return tree_unflatten(opened, self.tree)
 
@@ -232,9 +227,9 @@ class _Region:
     def __init__(self, offload: SelectiveOffload) -> None:
         self.offload = offload
         self.outputs: dict[Any, list[Any]] = {}
-        self.places: dict[int, list[tuple[StorageWeakRef, Shape, _Version, Any, int]]] = {}
+        self.places: dict[int, list[tuple[StorageWeakRef, Shape, _Held, Any, int]]] = {}
         """By storage: which part of it is held, and as the output of which operator, by number."""
-        self.overwritten: list[tuple[_Version, Any, int]] = []
+        self.overwritten: list[tuple[_Held, Any, int]] = []
         """Those that the last operator wrote to."""
         self.numbers: dict[Any, int] = {}
         self.queue: PrefetchQueue | None = None
@@ -249,6 +244,7 @@ class _Region:
     def end(self) -> None:
         assert self.queue is not None
         self._forget_overwritten()
+        self.places.clear()
         self.queue.turn(self.start)
         self.offload.scheduler.counters.num_forwards += 1
 
@@ -268,7 +264,7 @@ class _Region:
             for leaf, given in zip(held.leaves, tree_leaves(output), strict=True):
                 if isinstance(leaf, _Held) and is_plain(given):
                     storage = given.untyped_storage()
-                    place = (StorageWeakRef(storage), Shape.of(given), leaf.saved_at, op, len(outputs))
+                    place = (StorageWeakRef(storage), Shape.of(given), leaf, op, len(outputs))
                     self.places.setdefault(storage_key(storage), []).append(place)
         outputs.append(held)
         return output
@@ -285,8 +281,8 @@ class _Region:
     def _forget_overwritten(self) -> None:
         """What was written to is not held, if no counter of its own tells of it: chunks of the gates of a recurrent
         cell have one each. Its operator is run again."""
-        for saved, maker, number in self.overwritten:
-            if version_of(saved.alias) == saved.version:
+        for held, maker, number in self.overwritten:
+            if held.is_intact:
                 self.outputs[maker][number] = _AGAIN
         self.overwritten.clear()
 
@@ -307,27 +303,27 @@ class _Region:
         offload = self.offload
         if not is_plain(tensor):
             with sharing_versions():
-                return _Held(_Version(tensor), tensor.detach())
+                return _Held(tensor.detach(), version_of(tensor), tensor.detach())
         storage = tensor.untyped_storage()
         # A view counts writes with its base, but only once this operator has returned.
         owner = owners.get(storage_key(storage))
+        counted = tensor if owner is None else owner
         with sharing_versions():
-            saved_at = _Version(tensor if owner is None else owner)
-            alias = tensor.detach()
+            held = _Held(version_alias(counted), version_of(counted), tensor.detach())
         if isinstance(owner, nn.Parameter) or not offload.is_movable(tensor, said):
-            held = _Held(saved_at, alias)
             if owner is None:
                 offload.scheduler.counters.kept_bytes += storage.nbytes()
                 held.share = offload.scheduler.ledger.hold(held, storage.nbytes())
             return held
-        part = part_of(tensor if owner is None else owner)
-        site = offload.scheduler.find(storage, saved_at.version, part)
+        part = part_of(counted)
+        site = offload.scheduler.find(storage, held.version, part)
         if site is None:
             assert self.queue is not None
-            site = offload.scheduler.enroll(self.queue, storage, saved_at.version, None, part)
+            site = offload.scheduler.enroll(self.queue, storage, held.version, None, part)
             offload.scheduler.start_offload(site, None)
         site.num_readers += 1
-        return _Held(saved_at, site, Shape.of(tensor))
+        held.at, held.shape = site, Shape.of(tensor)
+        return held
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -356,7 +352,7 @@ class _Region:
         return output
 
 
-class _Run(TorchDispatchMode):
+class _Run(CompiledMode):
     """Sees the forward pass of a region, or the region run again."""
 
     supports_higher_order_operators = True
@@ -365,10 +361,6 @@ class _Run(TorchDispatchMode):
         super().__init__()
         self.region = region
         self.is_again = is_again
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __enter__(self) -> Any:
         if self.is_again:

@@ -10,7 +10,7 @@ site dies, its copy is appended to the scheduler's queue, and only C code runs. 
 Python swallows a Ctrl-C, and the rest of the finalizer never runs.
 
 `Copy.source` is the original storage on the device, from which the copy out reads. It has nothing to do with the
-sources of recipes (`ResidentSource` and others, runtime/recompute/recipe_sources.py).
+sources of recipes (`HeldSource` and others, runtime/recompute/recipe_sources.py).
 
 Cost: some 3 us a site. Not covered: when anything is moved (runtime/offload/scheduler.py).
 """
@@ -18,42 +18,21 @@ Cost: some 3 us a site. Not covered: when anything is moved (runtime/offload/sch
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.engines.base import Engine, Event, Slot
-from lowtide.runtime.saved.stats import Ledger
+from lowtide.engines.base import Event, Slot
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.private import storage_at, storage_key
 from lowtide.tensors.view import Shape
 
 
-class Carrier(Protocol):
-    """What a site needs of its scheduler. An `OffloadScheduler` has all of it."""
-
-    engine: Engine
-    ledger: Ledger
-    copies: dict[int, Copy]
-    pending_free: deque[Copy]
-
-    def after_close(self) -> None: ...
-    def read(self, site: OffloadedStorage) -> torch.UntypedStorage: ...
-    def release(self, site: OffloadedStorage) -> None: ...
-
-
-class HeldForBackward(Protocol):
-    """An object that holds memory for one backward pass, and is told when that pass is over."""
-
-    def let_go(self, task: int) -> None: ...
-
-
 class Copy(weakref.ref):
     """One site's bytes on a slower tier, and its storages on the device. The scheduler and the site hold it."""
 
-    def __init__(self, site: OffloadedStorage, scheduler: Carrier, storage: torch.UntypedStorage) -> None:
+    def __init__(self, site: OffloadedStorage, scheduler: Any, storage: torch.UntypedStorage) -> None:
         super().__init__(site, scheduler.pending_free.append)  # type: ignore[call-arg]
         self.source: torch.UntypedStorage | None = storage
         self.key = storage_key(storage)
@@ -77,7 +56,7 @@ class Copy(weakref.ref):
         self.share = scheduler.ledger.hold(self, self.nbytes)
         scheduler.copies[id(self)] = self
 
-    def __new__(cls, site: OffloadedStorage, scheduler: Carrier, storage: torch.UntypedStorage) -> Copy:
+    def __new__(cls, site: OffloadedStorage, scheduler: Any, storage: torch.UntypedStorage) -> Copy:
         return super().__new__(cls, site, scheduler.pending_free.append)
 
 
@@ -88,7 +67,7 @@ class _Farewell:
 
     __slots__ = ("scheduler",)
 
-    def __init__(self, scheduler: Carrier) -> None:
+    def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
 
     @never_compiled
@@ -97,11 +76,12 @@ class _Farewell:
 
 
 class OffloadedStorage:
-    """One activation storage, at one version, shared by all saved tensors that view it. Owned by autograd's handles."""
+    """One activation storage, at one version, shared by all saved tensors that view it. Owned by autograd's handles.
+    `scheduler`: the `OffloadScheduler` that moves it."""
 
     def __init__(
         self,
-        scheduler: Carrier,
+        scheduler: Any,
         queue: PrefetchQueue,
         storage: torch.UntypedStorage,
         version: int,

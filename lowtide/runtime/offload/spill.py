@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -42,20 +42,6 @@ from lowtide.tensors.private import disable_current_modes, next_sequence_number,
 from lowtide.tensors.view import Shape, TensorOrigin, View, modified_error, part_of
 from lowtide.units import format_bytes
 
-
-class MaySpill(Protocol):
-    """Something that the plan drops, and that has to stay since its recipe does not hold: it may be spilled."""
-
-    spill_queue: PrefetchQueue | None
-    site: OffloadedStorage | None
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-    def spill(self) -> int: ...
-
-
 _HEADROOM_SHARE = 50
 
 
@@ -66,7 +52,7 @@ class Spillable(Kept):
     the bytes are counted while any of them lives; when it is spilled, all let go.
     """
 
-    first: Spillable | None
+    first: Spillable | None = None
     """None: it is the first itself."""
     scheduler: OffloadScheduler
     nbytes: int
@@ -75,15 +61,15 @@ class Spillable(Kept):
     """Of spilled sites, in this forward pass."""
     sequence: int
     """Autograd's number of the operator that saved it last. No copy may start before that operator was launched."""
-    site: OffloadedStorage | None
+    site: OffloadedStorage | None = None
     """Where it was spilled to."""
-    spilled: tuple[StorageWeakRef, int, Shape | None] | None
+    spilled: tuple[StorageWeakRef, int, Shape | None] | None = None
     """The storage that was spilled, at which version, and which part of it."""
-    view: View | None
+    view: View | None = None
     """How it looks at the storage, once it has let go."""
-    _num_readers: int
-    views: list[weakref.ref[Spillable]] | None
+    views: list[weakref.ref[Spillable]] | None = None
     """The further views, if it is the first."""
+    _num_readers = 1
 
     @property
     def num_readers(self) -> int:
@@ -98,7 +84,7 @@ class Spillable(Kept):
         self._num_readers = count
 
     def is_intact(self) -> bool:
-        return version_of(self.tensor if self.view is None else self.view.alias) == self.version
+        return version_of(self.tensor) == self.version if self.view is None else self.view.is_intact()
 
     def read(self) -> torch.UntypedStorage:
         with self.scheduler.lock:
@@ -196,8 +182,8 @@ class Guard:
         """What forward passes hold whose backward pass is still to come, and that ran under other plans."""
         self._slack_bytes = slack_bytes
         self._unplanned_bytes = 0
-        self._owed: deque[tuple[weakref.ref[MaySpill], int]] = deque()
-        """Recomputed sources that had to stay in this forward pass, and were not spilled yet."""
+        self._owed: deque[tuple[weakref.ref[Spillable], int]] = deque()
+        """What the plan drops and had to stay in this forward pass, and was not spilled yet."""
         self._high_bytes = limit_bytes - limit_bytes // _HEADROOM_SHARE
         self._longer_bytes = longer_bytes
         self._num_calls = num_calls
@@ -211,7 +197,7 @@ class Guard:
         """What activations may take before the mark is passed."""
         self._kept: dict[int, weakref.ref[Spillable]] = {}
         """The first handle of each storage that is kept, by the storage's key."""
-        self._candidates: deque[weakref.ref[Spillable | MaySpill]] = deque()
+        self._candidates: deque[weakref.ref[Spillable]] = deque()
 
     def begin(self) -> None:
         """A forward pass begins: gradients or optimizer state may have come or gone."""
@@ -272,11 +258,9 @@ class Guard:
     ) -> Spillable:
         handle = Spillable(tensor, on_open, None, origin)
         handle.scheduler = self._scheduler  # not the guard: a graph must not hold the model
-        handle.first = handle.site = handle.spilled = handle.view = handle.views = None
         handle.nbytes = nbytes
         handle.queue = queue.spilled or _spill_queue(queue)
         handle.sequence = next_sequence_number()
-        handle._num_readers = 1
         return handle
 
     def enter(self, layer: str, call: int) -> None:
@@ -290,19 +274,22 @@ class Guard:
         """From now on this step is not the one that was planned: its worst moment may be where the plan's is not."""
         self._scheduler.window.most_ahead_bytes = self._longer_bytes
 
-    def offer(self, source: MaySpill, queue: PrefetchQueue) -> None:
-        """A recomputed source that has to stay because its recipe does not hold: it may be spilled.
+    def offer(self, tensor: torch.Tensor, share: Share, queue: PrefetchQueue) -> Spillable:
+        """The handle on what the plan drops, and what has to stay because its recipe does not hold: it may be spilled.
+        `share`: its bytes in the ledger.
 
         It is spilled where the plan's peak, plus all that has stayed so far, would pass the budget. Then it takes no
         more memory at the worst moment than in the plan, which drops it. Live bytes in forward do not show whether that
         is needed: the worst moment may be in backward.
         """
         self._pay()
-        source.spill_queue = queue.spilled or _spill_queue(queue)
-        self._candidates.append(weakref.ref(source))
+        handle = self._handle(tensor, tensor.untyped_storage().nbytes(), queue, None, None)
+        handle.bytes_of = share
+        self._candidates.append(weakref.ref(handle))
         if self._slack_bytes is not None:
-            self._unplanned_bytes += source.nbytes
-            self._owed.append((weakref.ref(source), source.nbytes))
+            self._unplanned_bytes += handle.nbytes
+            self._owed.append((weakref.ref(handle), handle.nbytes))
+        return handle
 
     def view(self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None] | None) -> Spillable | None:
         """A further handle on a storage that is kept already; None if it is not."""
@@ -365,14 +352,14 @@ class Guard:
             paid_bytes = 0
             while self._owed and self._unplanned_bytes > self._slack_bytes:
                 reference, nbytes = self._owed[0]
-                source = reference()
-                if source is not None and source.sequence == sequence:
+                handle = reference()
+                if handle is not None and handle.sequence == sequence:
                     break  # saved by the operator that is running now
                 self._owed.popleft()
-                if source is None or (source.site is not None and source.site.copy.slot is not None):
+                if handle is None or (handle.site is not None and handle.site.copy.slot is not None):
                     self._unplanned_bytes -= nbytes  # dead, or sent away below the mark
                     continue
-                spilled_bytes = self._spill_one(source)
+                spilled_bytes = self._spill_one(handle)
                 self._unplanned_bytes -= spilled_bytes
                 paid_bytes += spilled_bytes
             if paid_bytes:
@@ -391,7 +378,7 @@ class Guard:
         self._scheduler.retire(max(0, self._scheduler.window.leaving_bytes - excess_bytes))
         return missing_bytes <= 0
 
-    def _spill_one(self, kept: Spillable | MaySpill | None) -> int:
+    def _spill_one(self, kept: Spillable | None) -> int:
         """The bytes that this will free: 0 where it is dead, or away already."""
         nbytes = kept.spill() if kept is not None and kept.site is None else 0
         if nbytes:

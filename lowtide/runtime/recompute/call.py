@@ -1,19 +1,9 @@
-"""One call of a module, with its arguments, so that the module can run again from the same or other tensors.
-
-What a region does only once: a collective must not run again in backward. Ranks would exchange twice, and where the
-second routing differed by a bit they would wait for each other for ever. So its result is kept, and the second run
-takes it. While a region runs, its thread finds the region's `KeptResults` by `draw_once`. Collectives that do not ask
-run twice, unless that is not wanted (`mp_comm_recompute: false`): then `Collectives` keeps what they give.
-
-Cost: the bytes of these results from forward to backward; they are in the ledger, and in `stats.kept_bytes`.
-"""
+"""One call of a module, with its arguments, so that the module can run again from the same or other tensors."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from itertools import islice
 from types import MethodType
 from typing import Any
@@ -21,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.runtime.recompute.collectives import Collectives
 from lowtide.tensors.compiled import without_wrappers
 from lowtide.tensors.kinds import CACHE_NAMES, num_cached
-from lowtide.tensors.private import is_compiled_function, original_of_compiled, tree_flatten, tree_unflatten, version_of
+from lowtide.tensors.private import is_compiled_function, original_of_compiled, tree_flatten, tree_unflatten
 from lowtide.tensors.remembered import PLAIN
 
 _LEAVES = PLAIN | {torch.Tensor, nn.Parameter}
@@ -129,63 +118,3 @@ def without_cache(
     if "use_cache" in kwargs:
         kwargs["use_cache"] = False
     return args, kwargs
-
-
-# -- what a region does only once --------------------------------------------------------------------------------------
-
-
-_RUN: ContextVar[tuple[KeptResults, bool] | None] = ContextVar("lowtide_recompute_run", default=None)
-
-
-class KeptResults:
-    """What one region got in its first run, in order. `keep` is told of each; `refusal_of` makes an error that names
-    the region."""
-
-    def __init__(self, keep: Callable[[torch.Tensor], None], refusal_of: Callable[[str], RuntimeError]) -> None:
-        self._keep = keep
-        self.collectives: Collectives | None = None
-        """What collectives gave that do not ask, where it is kept, too."""
-        self._refusal_of = refusal_of
-        self._kept: list[tuple[torch.Tensor, int]] = []
-        self._position = 0
-
-    @contextlib.contextmanager
-    def running(self, *, is_again: bool) -> Iterator[None]:
-        """Inside, this thread runs the region: for the first time, or again."""
-        self._position = 0
-        token = _RUN.set((self, is_again))
-        try:
-            with self._kept_collectives(is_again):
-                yield
-        finally:
-            _RUN.reset(token)
-
-    def _kept_collectives(self, is_again: bool) -> contextlib.AbstractContextManager[None]:
-        if self.collectives is None:
-            return contextlib.nullcontext()
-        return self.collectives.taken() if is_again else self.collectives.noted()
-
-    def note(self, result: torch.Tensor) -> None:
-        """In the first run: the next result."""
-        self._keep(result)
-        self._kept.append((result.detach(), version_of(result)))
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """In a later run: the next result. Raises RecomputeRefusedError if it is not the one that is asked for."""
-        if self._position == len(self._kept):
-            raise self._refusal_of("it exchanges rows more often in its second run than in its first")
-        result, version = self._kept[self._position]
-        self._position += 1
-        if version_of(result) != version:
-            raise self._refusal_of("it wrote into the rows that it received")
-        if (result.shape, result.dtype) != (shape, dtype):
-            raise self._refusal_of(
-                f"it received rows of shape {tuple(result.shape)}, and of shape {shape} when it was run again"
-            )
-        return result.detach()
-
-
-def draw_once() -> tuple[KeptResults | None, bool]:
-    """The results of the region that this thread runs, if it does, and whether it runs it again."""
-    found = _RUN.get()
-    return (None, False) if found is None else found

@@ -272,7 +272,7 @@ class _Slot:
         self._version = version_of(self._alias)
         local = inside(tensor)
         self._storage = StorageWeakRef(local.untyped_storage()) if is_plain(local) else None
-        self._is_output = tensor.grad_fn is not None and tensor.grad_fn is ctx
+        self.is_output = tensor.grad_fn is not None and tensor.grad_fn is ctx
         self._box: list[torch.Tensor] = []
         self._place: torch.Tensor | None = None
         if tensor.requires_grad and _is_given(tensor, ctx):
@@ -289,17 +289,12 @@ class _Slot:
             node: Any = self._place.grad_fn
             tensor: torch.Tensor = node.saved_tensors[0]
             return tensor
-        return made.detach() if self._is_output else made
+        return made.detach() if self.is_output else made
 
     def _is_memory_of(self, made: torch.Tensor) -> bool:
         """Whether the second run's lies where the first one's did: a buffer, which plain autograd has as it is now."""
         then = self._storage
         return then is not None and not then.expired() and storage_key(made.untyped_storage()) == then.cdata
-
-    @property
-    def has_lost_history(self) -> bool:
-        """Whether backward with `create_graph=True` would need a history that it no longer has."""
-        return self._is_output
 
 
 class PutBack:
@@ -339,7 +334,7 @@ class PutBack:
                     f"a {type(ctx).__name__} keeps a tensor of shape {list(tensor.shape)} on ctx that was "
                     "written to in place after the module had run"
                 )
-            if slot.has_lost_history and torch.is_grad_enabled():
+            if slot.is_output and torch.is_grad_enabled():
                 raise self._refuse(
                     f"a {type(ctx).__name__} keeps its output on ctx, and its backward runs with create_graph=True"
                 )

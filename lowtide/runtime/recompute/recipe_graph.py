@@ -25,7 +25,7 @@ the same order. So whatever decides whether it runs must be the same on all of t
 A recomputed source runs once in a backward pass, before its first reader; backward reads in the order of the graph.
 
 Stored smaller. A site with a codec gets a `RecomputedSource` whose program is a decoder and whose one link leads to the
-smaller form: a `ResidentSource` if that stays, an `OffloadedSource` if it is swapped. So all that holds for recomputed
+smaller form, a `HeldSource`. So all that holds for recomputed
 sources holds here. It is encoded as the next operator saves something, because some operators save what they have not
 filled yet. Where the bytes do not fit the codec any more, or were written to since they were saved, the source keeps
 its storage: a divergence, and the codec is not used again. On an accelerator integers are narrowed without a look;
@@ -37,27 +37,133 @@ Not covered: tensors that something else holds: their bytes stay on the device b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from lowtide.core.recipe import Codec, Recipe
+from lowtide.core.decisions import SiteDecision
+from lowtide.core.fate import Fate
+from lowtide.core.plan import Plan
+from lowtide.core.recipe import Codec, Recipe, RecipeInput
+from lowtide.errors import ConfigError
 from lowtide.recipes.build import bound
-from lowtide.recipes.execute import compile_recipe
-from lowtide.recipes.proof import OperatorLog
+from lowtide.recipes.execute import CompiledRecipe
+from lowtide.recipes.proof import OperatorLog, Proof, proof_of
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import Input, Node, Source, SourceLink, StateSource
-from lowtide.runtime.recompute.recipe_sources import RecomputedSource
+from lowtide.runtime.recompute.recipe_sources import HeldSource, RecomputedSource, SourceLink, StateSource
 from lowtide.tensors.codecs import encode, fits_unseen
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
-from lowtide.tensors.private import next_sequence_number
+from lowtide.tensors.private import next_sequence_number, own_buffers, own_parameters
 from lowtide.tensors.ranks import true_on_all
 from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import inside
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """What a solved plan says about one name, and what the first forward showed of it."""
+
+    decision: SiteDecision
+    inputs: tuple[Input, ...] = ()
+    """The inputs of its recipe."""
+    is_input: bool = False
+    """Some recipe starts from it."""
+    program: Any = None
+    proof: Proof | None = None
+    shape: Shape | None = None
+    """The shape of its first saved view in the forward that was last observed."""
+    has_planned_shape: bool = False
+    """In that forward it, and what its recipe starts from, had as many bytes as in the plan."""
+    has_failed: bool = False
+    """Its recipe did not hold in some forward pass, or gave other bytes: it is kept from then on."""
+    why_failed: str = ""
+    groups: tuple[str, ...] = ()
+    """Process groups of the collectives in its recipe, and in the recipes that it starts from."""
+    was_agreed: bool = False
+    """All ranks of these groups have exchanged whether its recipe holds on them."""
+    was_seen: bool = False
+    bound: tuple[Recipe, CompiledRecipe] | None = None
+    """Its recipe in the last sizes that were not the plan's, and ready to run."""
+
+    @property
+    def name(self) -> str:
+        return self.decision.name
+
+    @property
+    def is_made(self) -> bool:
+        return self.program is not None
+
+    @property
+    def is_encoded(self) -> bool:
+        """It is stored smaller."""
+        return self.decision.codec is not None
+
+
+@dataclass(slots=True)
+class Input:
+    """One input of a recipe, looked up."""
+
+    name: str
+    shape: Shape
+    node: Node | None = None
+    find_state: Callable[[], torch.Tensor | None] | None = None
+    """For a parameter or a buffer: gives the tensor that the module has now. None for a node."""
+
+
+def nodes_of(plan: Plan, model: nn.Module) -> dict[str, Node]:
+    """The nodes of a solved plan by name, recipes compiled.
+
+    Raises ConfigError where a recipe starts from something that this model or this plan does not have.
+    """
+    nodes = {decision.name: Node(decision) for decision in plan.sites}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for node in nodes.values():
+        recipe = node.decision.recipe
+        if node.decision.fate is not Fate.RECOMPUTE or recipe is None:
+            continue
+        node.program, node.proof = CompiledRecipe(recipe), proof_of(recipe)
+        node.inputs = tuple(_looked_up(entry, node, nodes, modules) for entry in recipe.inputs)
+        # Plans list nodes in the order in which they are made, and recipes start from earlier ones.
+        above = [name for entry in node.inputs if entry.node is not None for name in entry.node.groups]
+        node.groups = tuple(dict.fromkeys([*above, *recipe.groups]))
+    return nodes
+
+
+def logged_kinds(nodes: Mapping[str, Node] | None) -> frozenset:
+    """The operators that some recipe of a plan holds."""
+    return frozenset().union(*(node.proof.kinds for node in (nodes or {}).values() if node.proof is not None))
+
+
+def _looked_up(entry: RecipeInput, node: Node, nodes: Mapping[str, Node], modules: Mapping[str, nn.Module]) -> Input:
+    shape = Shape.from_geometry(entry.geometry)
+    if entry.kind == "node":
+        if entry.name not in nodes:
+            raise _unfit(node, f"node '{entry.name}', which the plan does not list")
+        nodes[entry.name].is_input = True
+        return Input(entry.name, shape, node=nodes[entry.name])
+    path, _, attribute = entry.name.rpartition(".")
+    owner = modules.get(path)
+    find = None if owner is None else functools.partial(_find_state, owner, entry.kind, attribute)
+    if find is None or find() is None:
+        raise _unfit(node, f"{entry.kind} '{entry.name}', which this model does not have")
+    return Input(entry.name, shape, find_state=find)
+
+
+def _unfit(node: Node, what: str) -> ConfigError:
+    return ConfigError(
+        f"lowtide.apply: the recipe of '{node.name}' starts from {what}; the plan was made for another model, plan "
+        "again"
+    )
+
+
+def _find_state(owner: nn.Module, kind: str, attribute: str) -> torch.Tensor | None:
+    return (own_parameters(owner) if kind == "parameter" else own_buffers(owner)).get(attribute)
 
 
 def give_up_recipe(nodes: Mapping[str, Node], name: str) -> None:
@@ -81,7 +187,7 @@ class RecipeGraph:
     """The modes at the beginning of the pass."""
     weights: Any = None
     """The handle of weights that come and go; None where all stay."""
-    _sources: dict[str, Source] = field(default_factory=dict)
+    _sources: dict[str, HeldSource | RecomputedSource] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[Node, RecomputedSource]]] = field(default_factory=dict)
 
     def find(self, node: Node, tensor: torch.Tensor) -> RecomputedSource | None:
@@ -106,7 +212,7 @@ class RecipeGraph:
             self._link(node, source)
         return source
 
-    def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], Source]) -> None:
+    def encode_now(self, node: Node, source: RecomputedSource, hold: Callable[[torch.Tensor], HeldSource]) -> None:
         """Store it smaller, now that the operator that saved it has been launched. `hold`: a source of its form."""
         codec = node.decision.codec
         assert codec is not None
@@ -117,7 +223,7 @@ class RecipeGraph:
         else:
             self.scheduler.counters.narrowed_bytes += source.nbytes - form.nbytes
 
-    def add(self, node: Node, source: Source) -> None:
+    def add(self, node: Node, source: HeldSource | RecomputedSource) -> None:
         """Recipes may start from this source of a node."""
         if node.name in self._sources:
             return
@@ -177,7 +283,7 @@ class RecipeGraph:
             return None
         known = node.bound
         if known is None or known[0] != found:
-            known = node.bound = (found, compile_recipe(found))
+            known = node.bound = (found, CompiledRecipe(found))
         source.program = known[1]
         by_name = {(entry.kind, entry.name): link for entry, link in zip(recipe.inputs, given, strict=True)}
         shapes = [(by_name[entry.kind, entry.name], Shape.from_geometry(entry.geometry)) for entry in found.inputs]
@@ -191,9 +297,9 @@ class RecipeGraph:
                 return None
             local = inside(tensor)
             if self.weights is not None and self.weights.moves(tensor):
-                return SourceLink(entry.name, StateSource(tensor, entry.shape, tensor, self.weights), entry.shape)
+                return SourceLink(entry.name, StateSource(tensor, tensor, self.weights), entry.shape)
             fits = is_plain(local) and entry.shape.end_bytes() <= local.untyped_storage().nbytes()
-            own = StateSource(local.detach(), entry.shape, tensor.detach()) if fits else None
+            own = StateSource(local.detach(), tensor.detach()) if fits else None
             return None if own is None else SourceLink(entry.name, own, entry.shape)
         source = self._sources[entry.name]
         shape = entry.shape if is_literal else source.shape
@@ -245,9 +351,7 @@ class RecipeGraph:
             has_changed = False
             for source in reversed(made):
                 for link in source.links:
-                    if link.source.last_use < source.last_use:
-                        link.source.last_use = source.last_use
-                        has_changed = True
+                    has_changed |= link.source.needed_until(source.last_use)
         self._sources.clear()
         self._waiting.clear()
 
@@ -256,8 +360,8 @@ class RecipeGraph:
 
 
 def store_smaller(
-    source: RecomputedSource, codec: Codec, planned_bytes: int, hold: Callable[[torch.Tensor], Source]
-) -> Source | str:
+    source: RecomputedSource, codec: Codec, planned_bytes: int, hold: Callable[[torch.Tensor], HeldSource]
+) -> HeldSource | str:
     """Let `source` drop its storage for the smaller form, which `hold` makes a source of: that one, or why not.
 
     `planned_bytes`: of the storage, when `codec` was chosen.

@@ -3,11 +3,10 @@
 What: a solved plan gives single storages the fate `recompute`: their tensor is dropped when autograd saves it, and a
 short recipe recomputes it in backward. Each node that takes part has a source:
 
-- `ResidentSource` holds the handle on a tensor that stays on the device, under a limit until the guard needs the room
-  (runtime/offload/spill.py);
-- `OffloadedSource` refers to an `OffloadedStorage` of the scheduler; each recipe that starts from it counts as one more
-  reader of that storage;
-- `RecomputedSource` holds a recipe, and links to the sources, parameters and buffers that the recipe starts from.
+- `HeldSource` refers to the handle on a tensor that stays on the device, under a limit until the guard needs the room
+  (runtime/offload/spill.py), or to an `OffloadedStorage` of the scheduler, which counts each recipe as a reader;
+- `RecomputedSource` holds a recipe, and links to the sources that the recipe starts from: a parameter or a buffer has a
+  `StateSource`.
 
 Not to be confused with `Copy.source` (runtime/offload/site.py): that is the original storage on the device, from which
 a copy out reads.
@@ -30,7 +29,7 @@ created, and whether its recipe fits this forward (runtime/recompute/recipe_grap
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,90 +37,119 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.recipes.proof import Start
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
-from lowtide.runtime.offload.spill import Spillable
+from lowtide.runtime.offload.spill import Guard, Spillable
 from lowtide.runtime.recompute.fingerprint import Fingerprints
-from lowtide.runtime.recompute.recipe_nodes import SourceLink
-from lowtide.runtime.saved.handle import Kept
+from lowtide.runtime.saved.handle import Kept, Shared
 from lowtide.tensors.codecs import Decoder
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import current_graph_task_id, keeps_graph, storage_key, version_of
-from lowtide.tensors.view import Shape, View, version_alias
+from lowtide.tensors.view import Shape
 
 
-class ResidentSource:
-    """The source of a node that stays on the device, under a limit until the guard needs the room. Its handle has the
-    bytes in the ledger."""
+class Source(Protocol):
+    """A storage that a recipe may start from. Methods with a body are right for one that is always there."""
 
-    def __init__(self, handle: Kept, tensor: torch.Tensor) -> None:
+    def is_intact(self) -> bool:
+        """Whether its bytes are still those of the forward pass."""
+
+    def add_readers(self, count: int) -> None:
+        """So many more read it in backward: saved tensors, and recipes."""
+        return
+
+    def needed_until(self, sequence: int) -> bool:
+        """The save with this sequence number of autograd's needs it, directly or through recipes. Whether all that it
+        is recomputed from is needed longer than was known."""
+        return False
+
+    def read(self) -> torch.UntypedStorage:
+        """The storage with the bytes on the device, for one of its readers."""
+
+    def start(self, name: str, shape: Shape) -> Start:
+        """Its identity, for the proof that a recipe starts from it, seen as `shape`."""
+
+
+class SourceLink(NamedTuple):
+    """One input of a recipe: a source, and the shape in which the recipe reads it."""
+
+    name: str
+    source: Source
+    shape: Shape
+
+    def open(self) -> torch.Tensor:
+        storage = self.source.read()
+        if self.shape.end_bytes() > storage.nbytes():
+            raise RuntimeError(
+                f"lowtide: parameter '{self.name}' is sharded at this moment of the backward pass, but something that "
+                "was dropped is to be made from it. The step is not the one that the plan was made for; plan again, or "
+                "give it the fate keep or swap."
+            )
+        return self.shape.over(storage)
+
+    def start(self) -> Start:
+        return self.source.start(self.name, self.shape)
+
+
+class StateSource(Source):
+    """A parameter or a buffer, as it was in the forward.
+
+    `counter` is the tensor that has the version: the tensor itself, or the distributed one around it. `weights`: the
+    handle that has `tensor` come and go, which is a parameter then, and is where it was in the forward now.
+    """
+
+    def __init__(self, tensor: torch.Tensor, counter: torch.Tensor, weights: Any = None) -> None:
+        self._tensor = tensor
+        self._counter = counter
+        self._version = version_of(counter)
+        self._weights = weights
+        self._key = storage_key(tensor.untyped_storage())
+
+    def is_intact(self) -> bool:
+        return version_of(self._counter) == self._version
+
+    def read(self) -> torch.UntypedStorage:
+        if self._weights is not None:
+            self._weights.bring(self._tensor)
+        return self._tensor.untyped_storage()
+
+    def start(self, name: str, shape: Shape) -> Start:
+        return Start(name, self._key, version_of(self._tensor), shape)
+
+
+class HeldSource(Source):
+    """The source of a node whose bytes come without a recipe: they stay on the device (under a limit until the guard
+    needs the room), or are swapped."""
+
+    def __init__(self, handle: Kept | Shared, tensor: torch.Tensor) -> None:
+        """`handle`: what autograd has of `tensor`, or would have."""
         storage = tensor.untyped_storage()
-        self._handle = handle
-        if not isinstance(handle, Spillable):
+        self._view = handle if isinstance(handle, Kept) else handle.view
+        self._holder = handle if isinstance(handle, Kept) else handle.source
+        if type(handle) is Kept:
             handle.bytes_of = None  # the ledger knows it all the same; recipes need all of it, not a rank's slice
         self._key = storage_key(storage)
-        self._num_readers = 0
         self.nbytes = storage.nbytes()
         self.shape = Shape.of(tensor)
-        self.last_use = 0
 
-    @property
-    def num_readers(self) -> int:
-        return self._num_readers
+    def add_readers(self, count: int) -> None:
+        if isinstance(self._holder, Spillable | OffloadedStorage):
+            self._holder.num_readers += count
 
-    @num_readers.setter
-    def num_readers(self, count: int) -> None:
-        if isinstance(self._handle, Spillable):
-            self._handle.num_readers += count - self._num_readers
-        self._num_readers = count
+    def needed_until(self, sequence: int) -> bool:
+        if isinstance(self._holder, OffloadedStorage):
+            self._holder.last_use = max(self._holder.last_use, sequence)
+        return False
 
     def is_intact(self) -> bool:
-        return self._handle.is_intact()
+        return self._view.is_intact()
 
     def read(self) -> torch.UntypedStorage:
-        return self._handle.read()
+        return self._holder.read()
 
     def start(self, name: str, shape: Shape) -> Start:
-        return Start(name, self._key, self._handle.version, shape)
+        return Start(name, self._key, self._view.version, shape)
 
 
-class OffloadedSource:
-    """The source of a node that is swapped. The scheduler counts its readers."""
-
-    def __init__(self, site: OffloadedStorage, view: View) -> None:
-        self.site = site
-        self.view = view
-        self.shape = view.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.site.copy.nbytes
-
-    @property
-    def last_use(self) -> int:
-        return self.site.last_use
-
-    @last_use.setter
-    def last_use(self, sequence: int) -> None:
-        self.site.last_use = sequence
-
-    @property
-    def num_readers(self) -> int:
-        return self.site.num_readers
-
-    @num_readers.setter
-    def num_readers(self, count: int) -> None:
-        self.site.num_readers = count
-
-    def is_intact(self) -> bool:
-        return version_of(self.view.alias) == self.view.version
-
-    def read(self) -> torch.UntypedStorage:
-        return self.site.read()
-
-    def start(self, name: str, shape: Shape) -> Start:
-        return Start(name, self.site.weak.cdata, self.view.version, shape)
-
-
-class RecomputedSource:
+class RecomputedSource(Source):
     """The source of a node that is dropped and recomputed. Until `drop` it holds its tensor's storage."""
 
     def __init__(
@@ -150,11 +178,11 @@ class RecomputedSource:
         """An alias that shows the tensor's version, as long as the tensor stays."""
         self.links: tuple[SourceLink, ...] = ()
         self.last_use = 0
-        self._num_readers = 0
+        """Autograd's sequence number of the last save that needs it, directly or through recipes."""
+        self.num_readers = 0
         self.num_reads = 0
-        self.site: OffloadedStorage | None = None
-        """The swapped storage, if it had to stay and the guard has spilled it."""
-        self.spill_queue: PrefetchQueue | None = None
+        self.kept: Spillable | None = None
+        """What holds the storage, if it had to stay and the guard may spill it."""
         self.task: int | None = None
         self.held: torch.UntypedStorage | None = storage
         """What it holds until it dies: the tensor's own storage, or the result of the last backward of its graph."""
@@ -168,39 +196,33 @@ class RecomputedSource:
         return storage_key(tensor.untyped_storage()) == self.weak.cdata and version_of(tensor) == self.version
 
     def is_intact(self) -> bool:
+        if self.kept is not None:
+            return self.kept.is_intact()
         # Once dropped, it recomputes the value of the forward, whatever was written to the tensor since.
         return self.alias is None or version_of(self.alias) == self.version
 
-    @property
-    def num_readers(self) -> int:
-        """Saved tensors and recipes that read it."""
-        return self._num_readers
+    def add_readers(self, count: int) -> None:
+        self.num_readers += count
+        if self.kept is not None:
+            self.kept.num_readers += count
 
-    @num_readers.setter
-    def num_readers(self, count: int) -> None:
-        self._num_readers = count
-        if self.site is not None:
-            self.site.num_readers = count
+    def needed_until(self, sequence: int) -> bool:
+        is_longer = self.last_use < sequence
+        self.last_use = max(self.last_use, sequence)
+        return is_longer
 
-    @property
-    def sequence(self) -> int:
-        """Autograd's number of the operator that saved it last, for the guard."""
-        return self.last_use
+    def note_saved(self, sequence: int) -> None:
+        """The operator with this sequence number of autograd's has saved it."""
+        self.last_use = sequence
+        if self.kept is not None:
+            self.kept.sequence = sequence
 
-    def spill(self) -> int:
-        """It had to stay, and the guard needs the room: start its copy out. Returns the bytes that this will free."""
-        assert self.spill_queue is not None
-        if self.held is None or not self.is_intact() or self.scheduler.find(self.held, self.version, None) is not None:
-            return 0
-        self.scheduler.ledger.change(self.share, 0)  # the site has them in the ledger from now on
-        site = self.scheduler.enroll(self.spill_queue, self.held, self.version, 0, None)
-        site.num_readers, site.last_use = self._num_readers, self.last_use
-        self.site, self.held = site, None
-        if self.alias is not None:
-            # Its copy out may still read what is written from here on: the version stays in sight, without the bytes.
-            self.alias = version_alias(self.alias)
-        self.scheduler.start_offload(site, None)
-        return self.nbytes if site.copy.slot is not None else 0
+    def stay(self, guard: Guard, queue: PrefetchQueue) -> None:
+        """It has to stay; from now on the guard may spill it."""
+        assert self.alias is not None
+        self.kept = kept = guard.offer(self.alias, self.share, queue)
+        kept.version, kept.sequence, kept.num_readers = self.version, self.last_use, self.num_readers
+        self.held = self.alias = None
 
     def drop(self, links: tuple[SourceLink, ...]) -> None:
         """Drop the storage. From now on it is recomputed when it is read."""
@@ -210,14 +232,14 @@ class RecomputedSource:
         self.held = self.alias = None
         self.scheduler.ledger.change(self.share, 0)
         for link in links:
-            link.source.num_readers += 1
+            link.source.add_readers(1)
 
     def read(self) -> torch.UntypedStorage:
         """The storage, bit for bit what the forward produced."""
         if self.held is not None:
             return self.held
-        if self.site is not None:
-            return self.site.read()
+        if self.kept is not None:
+            return self.kept.read()
         task = current_graph_task_id()
         # A decoder gives the same bits under all modes. And a look at the number of threads would set it, in a thread
         # in which torch has not been asked for it yet: other kernels of this backward pass would get other sums.
@@ -251,7 +273,7 @@ class RecomputedSource:
 
     def is_missing(self, task: int) -> bool:
         """Whether this backward still has to recompute it."""
-        is_held = self.held is not None or self.site is not None
+        is_held = self.held is not None or self.kept is not None
         return not is_held and (self.result is None or self.task != task)
 
     def _enter(self, task: int) -> None:

@@ -48,8 +48,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lowtide.runtime.offload.site import OffloadedStorage
-from lowtide.runtime.recompute.call import Call, KeptResults
-from lowtide.runtime.recompute.collectives import Collectives
+from lowtide.runtime.recompute.call import Call
+from lowtide.runtime.recompute.collectives import KeptResults
 from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
 from lowtide.runtime.recompute.functions import FunctionRow, TakenOff, functions_of, taken_from, tensors_on
 from lowtide.runtime.recompute.saves import Dropped, DroppedTensor, FirstSaves, SecondSaves
@@ -107,16 +107,14 @@ class RegionRun:
         self.call = call
         self.dropped = dropped
         self.watch = watch
-        self.once = KeptResults(dropped.keep, functools.partial(_other_exchange, watch))
         self.inputs: list[Any] = []
         self.has_changed_inputs = False
         self.fingerprints = fingerprints
         self.state = Before(watch, call, is_first=is_first)
+        refusal_of = functools.partial(_other_exchange, watch)
+        self.once = KeptResults(dropped.keep, refusal_of, fingerprints)
         if watch.keeps_collectives and not self.state.has_compiled:
-            refusal_of = functools.partial(_other_exchange, watch)
-            self.once.collectives = Collectives(
-                dropped.keep, fingerprints, self._check_collective, refusal_of, are_in_place=not watch.has_shards
-            )
+            self.once.keep_collectives(self._check_collective, are_in_place=not watch.has_shards)
         self._output: list[Print] | None = None
         """Fingerprints of what the first run gave, where the second one goes to its end."""
         self._has_run = False

@@ -178,15 +178,13 @@ def _may_be_filled_late(tensor: torch.Tensor) -> bool:
     )
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class DroppedTensor:
     """What autograd holds of a tensor that a region saved: its number, and an alias that tells its version."""
 
-    __slots__ = ("__weakref__", "alias", "number", "version")
-
-    def __init__(self, number: int, version: int, alias: torch.Tensor) -> None:
-        self.number = number
-        self.version = version
-        self.alias = alias
+    number: int
+    version: int
+    alias: torch.Tensor
 
 
 class _Prints:
@@ -363,7 +361,7 @@ class SecondSaves:
     def hooked(self) -> Iterator[None]:
         """Inside, what is saved is held here. It is left after the last tensor that is needed."""
         try:
-            with saved_tensors_hooks(self._pack, _as_it_is):
+            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield
         except EnoughError:
             pass
@@ -393,7 +391,3 @@ class SecondSaves:
     def prints(self) -> list[Print]:
         """Of those of which the first run has some, in its order."""
         return [self._prints.found[number] for number in self._dropped.prints]
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -23,6 +23,7 @@ what else has no state to read (an iterator is refused); objects of more than on
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -69,27 +70,13 @@ _WHOLE = 64
 """One second run in so many goes to its end."""
 
 
-class Draws:
-    """Whether any forward pass has drawn from Python's or numpy's generator: then no second run may leave them moved,
-    whether its module was seen to draw or not."""
-
-    def __init__(self) -> None:
-        self.has_drawn = False
-
-    def begin(self) -> list[State]:
-        """The generators as a forward pass begins, for `end`; none once that is known."""
-        return [] if self.has_drawn else [*host_generators()]
-
-    def end(self, before: list[State]) -> None:
-        """The forward pass is over."""
-        self.has_drawn |= not all(each.is_same() for each in before)
-
-
 class Watch:
     """One recomputed module, from run to run."""
 
-    def __init__(self, module: nn.Module, model: nn.Module, draws: Draws, *, is_planned: bool = False) -> None:
-        """`is_planned`: a solved plan runs it again, not a rule."""
+    def __init__(
+        self, module: nn.Module, model: nn.Module, has_drawn: threading.Event, *, is_planned: bool = False
+    ) -> None:
+        """`has_drawn`: of `PlanContext`. `is_planned`: a solved plan runs it again, not a rule."""
         self.is_planned = is_planned
         self.keeps_collectives = False
         """What its collectives give is kept, and they are not issued again (collectives.py)."""
@@ -101,7 +88,7 @@ class Watch:
         """It was seen to write into its inputs."""
         self.module = module
         self.model = model
-        self.draws = draws
+        self.has_drawn = has_drawn
         self.has_shards = bool(fsdp_modules(model))
         self.weights = swapped_weights_of(model)
         """Knows the weights that come and go; None where all stay."""
@@ -460,7 +447,7 @@ class Before:
         tensor that it saved, if there is one. Raises RuntimeError for what was written in place since."""
         self._refuse_written(raise_plain)
         versions, modes = self._marks.versions(), Modes()
-        generators = [*host_generators()] if self.watch.draws.has_drawn else []
+        generators = [*host_generators()] if self.watch.has_drawn.is_set() else []
         try:
             if self._is_as_it_was(modes):
                 try:

@@ -97,11 +97,12 @@ class Ledger:
     Cost: a weak reference and two dictionary entries an owner; not yet measured on a quiet machine.
     """
 
-    __slots__ = ("_dead", "_note_death", "_now_bytes", "_peak_bytes", "_shares")
+    __slots__ = ("_dead", "_note_death", "_now_bytes", "_shares", "peak_bytes")
 
     def __init__(self) -> None:
         self._now_bytes = 0
-        self._peak_bytes = 0
+        self.peak_bytes = 0
+        """The largest `now_bytes` since `restart_peak`."""
         # A weak reference must be alive itself, or its callback is not called.
         self._shares: dict[int, Share] = {}
         self._dead: deque[Share] = deque()
@@ -113,11 +114,6 @@ class Ledger:
         if self._dead:
             self._settle()
         return self._now_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest `now_bytes` since `restart_peak`."""
-        return self._peak_bytes
 
     def hold(self, owner: object, nbytes: int) -> Share:
         """Count `nbytes` until `owner` dies."""
@@ -134,11 +130,11 @@ class Ledger:
         # Nothing comes between these two: Python looks for other threads and signals at calls and jumps only.
         now_bytes = self._now_bytes = self._now_bytes + nbytes - share.nbytes
         share.nbytes = nbytes
-        self._peak_bytes = max(self._peak_bytes, now_bytes)
+        self.peak_bytes = max(self.peak_bytes, now_bytes)
 
     def restart_peak(self) -> None:
         """Start a new peak from what is there now."""
-        self._peak_bytes = self.now_bytes
+        self.peak_bytes = self.now_bytes
 
     def _settle(self) -> None:
         """Subtract the bytes of dead owners, each once, also if it is interrupted or another thread does it too."""

@@ -83,11 +83,10 @@ class ForwardPatch:
     def again(self) -> ForwardPatch:
         """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
         way has looked `forward` up before its hooks ran."""
-        if not self._came_off:
-            return ForwardPatch(self.module, self.around, self.handle, weights=self.weights, is_below=self.is_below)
+        patch = self if self._came_off else ForwardPatch.__new__(ForwardPatch)
         how: Any = {"weights": self.weights, "is_below": self.is_below}
-        self.__init__(self.module, self.around, self.handle, **how)  # type: ignore[misc]
-        return self
+        patch.__init__(self.module, self.around, self.handle, **how)  # type: ignore[misc]
+        return patch
 
     def __reduce__(self) -> tuple:
         if self.weights is not None:

@@ -74,15 +74,17 @@ class PlacedState:
             return
         total_bytes = (placement.moved_bytes or 0) + placement.resident_bytes
         share = placement.resident_bytes / total_bytes if total_bytes else 0.0
-        if self.handle is None:
+        if self.resident_bytes is None:
             self._attach(plan, placement, share)
-        elif self.resident_bytes is not None and placement.resident_bytes < self.resident_bytes:
+        elif placement.resident_bytes < self.resident_bytes:
+            assert self.handle is not None
             self.handle.keep_no_more_than(share)
         else:
             return
         self.resident_bytes = placement.resident_bytes
 
     def _attach(self, plan: Plan, placement: OptimizerPlacement, share: float) -> None:
+        """Have the state move for the first time; `share` of it stays."""
         where = plan_of_place(plan, placement)
         self._engine = self.beside.another(where)
         try:

@@ -314,10 +314,9 @@ class _Start:
         """Why the micro-batch cannot be taken back, or None."""
         if self._has_hooks:
             return "parameters have post-accumulate-grad hooks, which have acted on gradients of the failed run."
-        obstacles = (gradient.obstacle() for gradient in self._gradients)
-        return next((text for text in obstacles if text is not None), None) or self._without_copy()
-
-    def _without_copy(self) -> str | None:
+        for gradient in self._gradients:
+            if found := gradient.obstacle():
+                return found
         lost = self.state.lost(but={id(gradient.parameter) for gradient in self._gradients})
         if not lost:
             return None

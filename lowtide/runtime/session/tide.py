@@ -15,7 +15,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,17 +30,13 @@ from lowtide.runtime.hooks.first_forward import with_bytes_seen
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute.fingerprint import Fingerprints, RecipeMismatchError
-from lowtide.runtime.recompute.recipe_graph import give_up_recipe
-from lowtide.runtime.recompute.recipe_nodes import logged_kinds, nodes_of
+from lowtide.runtime.recompute.recipe_graph import give_up_recipe, logged_kinds, nodes_of
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.forward_patch import UnobservedForwards
 from lowtide.runtime.session.handle import Handle
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.wrap import PlannedForwards, rules_about_ops
-from lowtide.tensors.fsdp import local_part
-from lowtide.tensors.kinds import PLAIN_TYPES, tensors_of
-from lowtide.tensors.live_bytes import optimizer_tensors
-from lowtide.tensors.private import storage_key
+from lowtide.tensors.live_bytes import state_tensors, unique_bytes
 
 
 class Tide(Handle):
@@ -234,19 +229,8 @@ class Tide(Handle):
             )
 
     def _model_state_bytes(self) -> int:
-        """Parameters, buffers, gradients and optimizer state: unique dense storages on this engine's device."""
-        tensors: list[Any] = tensors_of(self.model)
-        tensors += [grad for tensor in tensors if tensor.is_leaf and (grad := tensor.grad) is not None]
-        if self._optimizer is not None:
-            tensors += optimizer_tensors(self._optimizer)
-        device_type = self.engine.device_type
-        storages = {}
-        for tensor in tensors:
-            part = tensor if type(tensor) in PLAIN_TYPES else local_part(tensor)
-            if part.layout is torch.strided and part.device.type == device_type:
-                storage = part.untyped_storage()
-                storages[storage_key(storage)] = storage.nbytes()
-        return sum(storages.values())
+        """Parameters, buffers, gradients and optimizer state: unique storages on this engine's device."""
+        return unique_bytes(state_tensors(self.model, self._optimizer), self.engine.device_type)
 
     # -- out of memory ---------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from lowtide.profiling.observe_call import is_training
 from lowtide.runtime.hooks.context import LayerTable, PlanContext
 from lowtide.runtime.hooks.first_forward import warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.forward_pass import ForwardPass
-from lowtide.runtime.recompute.recipe_nodes import Node
+from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
 from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards
 from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in, refuse_compiled
@@ -56,7 +56,7 @@ from lowtide.tensors.private import (
     version_of,
 )
 from lowtide.tensors.remembered import PLAIN
-from lowtide.tensors.snapshot import take
+from lowtide.tensors.snapshot import host_generators, take
 
 Around = Callable[[Callable, tuple, dict], Any]
 Points = dict[tuple[str, int], list[Node]]
@@ -159,7 +159,7 @@ class PlannedForwards:
             forward_pass = self._open()
             if forward_pass is None:
                 return forward(*args, **kwargs)
-            call = forward_pass.count_call(name)
+            call = forward_pass.next_call("retained input", name)
             # Also without gradients, and inside someone else's checkpoint region: recipes need only the bytes.
             forward_pass.catch(points.get(("input", call), ()), (args, kwargs))
             output = forward(*args, **kwargs)
@@ -212,12 +212,12 @@ class PlannedForwards:
     def _run_pass(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
         context = self._context
         forward_pass = ForwardPass(context, layer)
-        generators = context.draws.begin() if context.watches else []
+        generators = [*host_generators()] if context.watches and not context.has_drawn.is_set() else []
         self._local.forward_pass = forward_pass
         is_complete = False
         try:
             with (
-                forward_pass.logging(),
+                forward_pass.log or contextlib.nullcontext(),
                 forward_pass.inside(layer),
                 torch.autograd.graph.saved_tensors_hooks(forward_pass.pack_hook, open_handle),
             ):
@@ -226,7 +226,8 @@ class PlannedForwards:
         finally:
             self._local.forward_pass = None
             forward_pass.close(is_complete=is_complete)
-            context.draws.end(generators)
+            if not all(each.is_same() for each in generators):
+                context.has_drawn.set()
         context.counters.num_forwards += 1
         if self._unchecked and layer.tables:
             self._check_ops(is_whole=layer.name == "")

@@ -301,32 +301,21 @@ def test_what_the_last_operator_saved_is_sent_away_when_the_forward_is_over() ->
         assert tide.stats.num_divergences == tide.stats.num_spills == 4
 
 
-class _Stays:
-    """What the guard is offered, without a model."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.sequence = nbytes, 0
-        self.site: Any = None
-        self.spill_queue: Any = None
-        self.num_spills = 0
-
-    def spill(self) -> int:
-        self.num_spills += 1
-        return self.nbytes
-
-
 def test_what_was_sent_away_for_the_mark_is_not_asked_for_twice() -> None:
     with lowtide.apply(nn.Linear(2, 2), {"swap": "none"}, engine=virtual(0)) as tide:
         tide.set_limit(1 << 40, slack_bytes=150)
         guard = tide._context.guard
         assert guard is not None
         guard.begin()
-        first, second = _Stays(100), _Stays(100)
-        guard.offer(first, PrefetchQueue())
-        first.site = SimpleNamespace(copy=SimpleNamespace(slot=object()))  # sent away since
-        guard.offer(second, PrefetchQueue())
+        tensors = [torch.zeros(25), torch.zeros(25)]
+        shares = [tide._scheduler.ledger.hold(tensor, 100) for tensor in tensors]
+        first = guard.offer(tensors[0], shares[0], PrefetchQueue())
+        away: Any = SimpleNamespace(copy=SimpleNamespace(slot=object()))
+        first.site = away  # sent away since
+        second = guard.offer(tensors[1], shares[1], PrefetchQueue())
         guard.end()
-        assert (first.num_spills, second.num_spills) == (0, 0)
+        assert tide.stats.num_spills == 0
+        assert second.site is None
 
 
 def test_where_there_is_no_room_to_send_anything_the_step_says_what_it_takes() -> None:

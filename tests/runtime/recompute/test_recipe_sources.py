@@ -18,6 +18,7 @@ from lowtide.core.plan import Plan
 from lowtide.recipes import execute as recipes
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
+from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute import recipe_sources as sources
 from lowtide.runtime.session.forward_patch import ForwardPatch
 from lowtide.tensors.modes import Modes
@@ -461,8 +462,9 @@ def test_what_the_guard_sent_away_is_still_known_by_its_version(room: dict[str, 
     scheduler = OffloadScheduler(VirtualEngine(0, **room))
     prints: Any = None
     source = sources.RecomputedSource("retained_input", None, tensor, scheduler, fingerprints=prints, modes=Modes())
-    source.spill_queue = PrefetchQueue()
-    source.spill()
+    source.stay(Guard(1 << 40, scheduler=scheduler, min_bytes=0, state_bytes=int), PrefetchQueue())
+    assert source.kept is not None
+    source.kept.spill()
     assert source.is_intact()
     tensor.mul_(-1)
     assert not source.is_intact()
