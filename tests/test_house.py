@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_501,
+    "lines": 58_297,
     "files": 240,
-    "classes": 501,
+    "classes": 496,
     "files that one other file imports": 34,
     "classes with more than 15 attributes": 12,
     "class names that several classes have": 14,

@@ -88,7 +88,10 @@ class _Planner:
     def planned(self) -> FilePlan:
         numbers = [layer.index for layer in self.resolution.layers]  # a stage of a pipeline does not start at 0
         self.names = dict(zip(numbers, self.profile.layers, strict=True))
-        self.by_layer = {index: self._nodes_of(name) for index, name in self.names.items()}
+        nodes = self.profile.nodes
+        self.by_layer = {
+            index: [node for node in nodes if node.name.startswith(f"{name}.")] for index, name in self.names.items()
+        }
         for layer in self.resolution.layers:
             self._swap(layer)
             self._recompute(layer)
@@ -109,9 +112,6 @@ class _Planner:
     def _layer_rule(self, layer: LayerPlan) -> Rule:
         pattern = Pattern.parse(self.names[layer.index])
         return Rule(pattern=pattern, fate=Fate.RECOMPUTE, where=layer.why[LAYER])
-
-    def _nodes_of(self, name: str) -> list[Site]:
-        return [node for node in self.profile.nodes if node.name.startswith(f"{name}.")]
 
     def _within(self, layer: LayerPlan, part: str) -> list[Site]:
         """The nodes that a part of a layer produces."""

@@ -38,10 +38,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import AccountLine, OptimizerPlacement, WeightsPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile
@@ -53,9 +54,6 @@ from lowtide.planner.space import Found
 from lowtide.planner.state_items import NAME, StateShares
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_bytes
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 NUM_PLACES = 8
 """At least, for buckets on the device, in a plan."""

@@ -21,8 +21,8 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile, StateBytes
@@ -31,9 +31,6 @@ from lowtide.planner.space import Found
 from lowtide.planner.state_items import NAME, StateShares, split
 from lowtide.timeline.step import Link
 from lowtide.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _BUCKET_SECONDS = 3e-3
 _LEAST_BUCKET, _MOST_BUCKET = 64 * MIB, 256 * MIB

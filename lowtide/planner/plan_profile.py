@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import Prediction, SiteDecision, WeightsPlacement
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
@@ -31,9 +32,6 @@ from lowtide.planner.state_items import StateShares, split, state_curve
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _WAY_OUT_SECONDS = 1.0
 """For each solution of a step with a change."""

@@ -61,7 +61,7 @@ def make_problem(
     chosen = [
         index
         for index, node_fates in enumerate(fates)
-        if len(node_fates) > 1 or _is_forced(node_fates) or (node_fates and is_form(profile.nodes[index]))
+        if node_fates not in ((), (Fate.KEEP,)) or (node_fates and is_form(profile.nodes[index]))
     ]
     sends = send_ops(profile)
     starts = _tick_starts(profile, chosen, sends)
@@ -71,11 +71,12 @@ def make_problem(
     ticks = _ticks(profile, starts, fixed, has_gradients)
     items = _items(profile, chosen, fates, starts, sends)
     num_forward = bisect.bisect_left(starts, profile.num_forward_ops)
+    stops = _stop_ops(profile) | {profile.num_forward_ops}
     step = Step(
         ticks=ticks,
         num_forward_ticks=num_forward,
         items=items,
-        stops=_stops(profile, starts),
+        stops=tuple(tick for tick, start in enumerate(starts[:-1]) if start in stops),
         check_until=len(starts) - 1,
     )
     held = _held(profile, starts[:num_forward], fixed, has_gradients)
@@ -90,10 +91,6 @@ def fitting_min_bytes(profile: Profile) -> int:
     while least > 1 and sum(size for size in sizes if size < least) > sum(sizes) // _SMALL_SHARE:
         least //= 2
     return least
-
-
-def _is_forced(fates: tuple[Fate, ...]) -> bool:
-    return fates not in ((), (Fate.KEEP,))
 
 
 def _fates(
@@ -144,11 +141,6 @@ def _stop_ops(profile: Profile) -> set[int]:
     """Operators right after a save, and right before a read."""
     after_saves = {node.saved + 1 for node in profile.sites}
     return after_saves | {node.reads[0] for node in profile.sites if node.reads}
-
-
-def _stops(profile: Profile, starts: Sequence[int]) -> tuple[int, ...]:
-    ops = _stop_ops(profile) | {profile.num_forward_ops}
-    return tuple(tick for tick, start in enumerate(starts[:-1]) if start in ops)
 
 
 def _tick_starts(profile: Profile, chosen: Iterable[int], sends: Sequence[int]) -> tuple[int, ...]:

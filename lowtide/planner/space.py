@@ -31,8 +31,9 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
@@ -46,9 +47,6 @@ from lowtide.planner.state_items import StateShares, in_order, split
 from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import StepArrays, plain_curve
 from lowtide.timeline.step import Link
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _NUM_SPANS = 16
 """Between limits for which the solver is asked."""

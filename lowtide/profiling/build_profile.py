@@ -113,7 +113,7 @@ def profile_of(
         op_names=tuple(trace.ops.names),
         op_seconds=tuple(trace.ops.seconds),
         op_bytes=_op_bytes(trace, nodes),
-        op_gradient_bytes=_gradient_bytes(trace),
+        op_gradient_bytes=_curve((_span(trace.storages[index], end) for index in trace.gradients), end),
         nodes=sites,
         staying=_staying(trace, names, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
@@ -249,12 +249,6 @@ def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> tuple[LayerC
             )
         )
     return tuple(calls)
-
-
-def _gradient_bytes(trace: Trace) -> tuple[int, ...]:
-    """The part of `_op_bytes` that is gradients of parameters."""
-    end = len(trace.ops.names)
-    return _curve((_span(trace.storages[index], end) for index in trace.gradients), end)
 
 
 def _signature(layer: str, sites: Sequence[Site], trace: Trace) -> str:

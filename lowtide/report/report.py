@@ -12,8 +12,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.plan import Plan, why_unswapped
 from lowtide.core.profile import Profile
 from lowtide.planner.by_rules import NO_COSTS, HostCosts
@@ -65,9 +66,6 @@ class StepRow:
     seconds: float
     peak_bytes: int | None
 
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _MOST_POINTS = 1024
 
