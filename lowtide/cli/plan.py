@@ -94,10 +94,9 @@ def run(args: argparse.Namespace) -> int:
         profile, link = _profile_and_link(settings, args, waiting)
         if args.profile is not None:
             _refuse_other_model(settings, profile)
-        rank = None
+        network_of = None
         if settings.is_sharded:
-            rank = plan_cluster.sharded_rank(settings, args, profile)
-            profile = rank.profile
+            profile, network_of = plan_cluster.sharded_rank(settings, args, profile)
         from lowtide.cli.run_step import changes_of
 
         memory, budget_bytes, line = wanted.settled(lambda: _memory(settings, args, profile))
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         kind: Any = {"link": link, "has_gradients": settings.train.grad_accumulation > 1}
         shared: Any = {**kind, "num_micro_batches": settings.train.grad_accumulation}
         told: Any = {"progress": lambda text: waiting.say(f"planning: {text}")}
-        if args.profile is None and rank is None:
+        if args.profile is None and network_of is None:
             told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
         plan = plan_profile(profile, memory, **shared, **told)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
@@ -117,15 +116,15 @@ def run(args: argparse.Namespace) -> int:
         if args.report is not None:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
-        network = None if rank is None else rank.network(plan)
+        network = None if network_of is None else network_of(plan)
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
         document = _document(plan, profile, rungs, curve) | ({"budget_came_from": lines} if lines else {})
-        document |= {} if rank is None or network is None else {"network": rank.document(network)}
+        document |= {} if network is None else {"network": plan_cluster.network_document(network)}
         print(json.dumps(document))
     else:
-        told_of_network = [] if rank is None or network is None else ["", *rank.lines(network)]
+        told_of_network = [] if network is None else ["", *plan_cluster.network_lines(network)]
         lines += _lines(plan, profile, rungs, told_of_network)
         print("\n".join(wrapped(lines, width_of_stdout())))
     return 0

@@ -193,8 +193,7 @@ class _Maker:
             "projection", ("a",), out * shape.hidden, out + place.tokens * shape.hidden,
             heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._sum_seconds(),
         )  # fmt: skip
-        self.nbytes["x2"] = self.nbytes["x1"]
-        self.recipes["x2"] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, ("x1", "a"))
+        self._made("x2", self.nbytes["x1"], "x1", "a")
         self.num_attention_ops = len(self.ops)
         self._norm("norm2", "x2", "n2")
 
@@ -208,11 +207,9 @@ class _Maker:
             up, (reads,), tokens * hidden * wide, tokens * (hidden + wide), hidden * wide, makes=(h,),
             collective=collective,
         )  # fmt: skip
-        self.nbytes[h] = int(tokens * wide) * self._saved_width()
-        self.recipes[h] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, (reads,))
+        self._made(h, int(tokens * wide) * self._saved_width(), reads)
         self._traffic(act, 2 * tokens * (wide + columns), (h,), (g,))
-        self.nbytes[g] = int(tokens * columns) * self._saved_width()
-        self.recipes[g] = (self.ops[-1].seconds, (h,))
+        self._made(g, int(tokens * columns) * self._saved_width(), h)
         self.inner_names.append(g)
         self._product(
             f"{prefix}down", (g,), tokens * columns * hidden, tokens * (hidden + columns), hidden * columns,
@@ -274,8 +271,7 @@ class _Maker:
     def _norm(self, name: str, reads: str, makes: str) -> None:
         elements = self.place.residual_tokens * self.place.shape.hidden
         self._traffic(name, 2 * 2 * elements, (reads,), (makes,))
-        self.nbytes[makes] = elements * self._saved_width()
-        self.recipes[makes] = (self.ops[-1].seconds, (reads,))
+        self._made(makes, elements * self._saved_width(), reads)
 
     def _project(
         self,
@@ -322,7 +318,6 @@ class _Maker:
         ring = ring_seconds(
             place.cluster, place.layout.context, place.layout.context * exchanged, stride=place.layout.tensor
         )
-        self.nbytes["a"] = int(2 * place.tokens * heads * shape.value_width)
         self.ops.append(
             Op(
                 name="attention",
@@ -334,7 +329,12 @@ class _Maker:
                 collective_seconds=max(0.0, ring - seconds),  # keys come while those that are there are worked on
             )
         )
-        self.recipes["a"] = (seconds + self.ops[-1].collective_seconds, ("q", "k", "v"))
+        self._made("a", int(2 * place.tokens * heads * shape.value_width), "q", "k", "v")
+
+    def _made(self, name: str, nbytes: int, *sources: str) -> None:
+        """The last operator has made this, and makes it again from `sources`."""
+        self.nbytes[name] = nbytes
+        self.recipes[name] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, sources)
 
     def _product(
         self,

@@ -84,7 +84,7 @@ Memory = dict[RankAtWorst, PlannedRank | None]
 
 def plan_rank(task: RankAtWorst, layers: Mapping[str, Layer], link: Link, memory: Memory) -> PlannedRank | None:
     """The fastest plan of a rank within its budget; None: there is none."""
-    full_bytes = _saved_bytes(task, task.chunks, layers)
+    full_bytes = saved_bytes_of(task, task.chunks, layers)
     base_bytes = _base_bytes(task, layers)
     room_bytes = task.budget_bytes - base_bytes
     if room_bytes < 0:
@@ -93,7 +93,7 @@ def plan_rank(task: RankAtWorst, layers: Mapping[str, Layer], link: Link, memory
     if not full_bytes or (full_bytes + head_bytes <= room_bytes and Fate.KEEP in task.fates):
         return _all_kept(task, layers, full_bytes)
     chunks = _fewer(task)
-    saved_bytes = _saved_bytes(task, chunks, layers)
+    saved_bytes = saved_bytes_of(task, chunks, layers)
     if chunks != task.chunks:
         room_bytes = room_bytes * _ROOMS // full_bytes * saved_bytes // _ROOMS
     loads = replace(task, chunks=chunks, state_bytes=0, budget_bytes=room_bytes)
@@ -152,7 +152,7 @@ def least_bytes(task: RankAtWorst, layers: Mapping[str, Layer]) -> int:
     """What no plan goes below: the state and the temporaries, and what the backward of one operator reads; where
     nothing may be swapped, the input of each layer."""
     if task.fates == (Fate.KEEP,):
-        return _base_bytes(task, layers) + _saved_bytes(task, task.chunks, layers)
+        return _base_bytes(task, layers) + saved_bytes_of(task, task.chunks, layers)
     inputs = 0
     if Fate.SWAP not in task.fates:
         for stage, number in zip(task.stages, task.chunks, strict=True):
@@ -167,7 +167,8 @@ def _base_bytes(task: RankAtWorst, layers: Mapping[str, Layer]) -> int:
     )
 
 
-def _saved_bytes(task: RankAtWorst, chunks: tuple[int, ...], layers: Mapping[str, Layer]) -> int:
+def saved_bytes_of(task: RankAtWorst, chunks: tuple[int, ...], layers: Mapping[str, Layer]) -> int:
+    """Of so many chunks of each stage, with everything kept."""
     return sum(
         number * sum(layers[kind].saved_bytes for kind in stage.kinds)
         for stage, number in zip(task.stages, chunks, strict=True)

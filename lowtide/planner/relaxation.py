@@ -163,7 +163,7 @@ class Program:
                 continue
             if Fate.SWAP in item.fates:
                 # Both copies run, and compute falls behind by its share of them.
-                out_bytes, back_bytes = item.nbytes + item.leave_bytes, item.nbytes + item.visit_bytes
+                out_bytes, back_bytes = item.nbytes + item.visit.leave_bytes, item.nbytes + item.visit.nbytes
                 behind = share * (self._out_seconds(out_bytes) + self._back_seconds(back_bytes))
                 entry.swap = build.column(behind, 1.0)
             if Fate.RECOMPUTE in item.fates and item.form_of is None:
@@ -261,8 +261,8 @@ class Program:
                 if first == read and at < num and ticks[at] == read and transient_bytes:
                     moves.transient[at].append((col, transient_bytes / self._unit_bytes))
             if entry.swap >= 0:
-                out = 0.0 if item.visit_bytes else self._out_seconds(item.nbytes)
-                back = self._back_seconds(item.nbytes + item.visit_bytes)
+                out = 0.0 if item.visit.nbytes else self._out_seconds(item.nbytes)
+                back = self._back_seconds(item.nbytes + item.visit.nbytes)
                 moves.dead[dies].append((entry.swap, out))
                 moves.ready[bisect_left(ticks, item.saved + 1)].append((entry.swap, out))
                 moves.needed[at].append((entry.swap, back))

@@ -341,31 +341,24 @@ class _Expansion:
         model = next(span for span in self.trace.spans if span.name == self.model.name)
         spans = []
         for span in self.trace.spans:
-            number = copies.get(span.name)
-            inputs, why_not = span.inputs, span.why_not
+            number, like = copies.get(span.name), span
+            first, sequence, inputs = self.shift.op(span.first_op), self.sequences.op(span.first_sequence), span.inputs
             if span.name == self.last.name:
                 inputs = tuple(self._renamed(name, own[-3:]) for name in inputs)
-            first, sequence = self.shift.op(span.first_op), self.sequences.op(span.first_sequence)
-            num_ops, num_sequences = span.end_op - span.first_op, span.end_sequence - span.first_sequence
-            num_idle = span.end_op - span.enough_op
             if number is not None:
-                copy = self.copies[number]
+                like, first, sequence = model, self.copies[number].first, self.copies[number].sequence
                 # Two places of F and M come before the first copy.
                 inputs = tuple(self._renamed(name, own[number + 1 : number + 4]) for name in model.inputs)
-                why_not = model.why_not
-                first, num_ops = copy.first, copy.end - copy.first
-                num_idle = model.end_op - model.enough_op
-                sequence, num_sequences = copy.sequence, self.num_sequences
             spans.append(
-                Span(
+                dataclasses.replace(
+                    like,
                     name=span.name,
                     first_op=first,
-                    end_op=first + num_ops,
-                    enough_op=first + num_ops - num_idle,
+                    end_op=first + like.end_op - like.first_op,
+                    enough_op=first + like.enough_op - like.first_op,
                     first_sequence=sequence,
-                    end_sequence=sequence + num_sequences,
+                    end_sequence=sequence + like.end_sequence - like.first_sequence,
                     inputs=inputs,
-                    why_not=why_not,
                 )
             )
         return spans
