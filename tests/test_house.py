@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_205,
+    "lines": 58_094,
     "files": 240,
-    "classes": 495,
+    "classes": 492,
     "files that one other file imports": 34,
     "classes with more than 15 attributes": 11,
     "class names that several classes have": 14,

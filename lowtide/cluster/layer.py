@@ -115,10 +115,6 @@ class Place:
         return self.tokens // (self.layout.tensor if self.config.sequence_parallel else 1)
 
     @property
-    def product_dtype(self) -> str:
-        return "float8" if self.config.precision == "fp8" else "bfloat16"
-
-    @property
     def hand_over_bytes(self) -> int:
         """Of the activations between two stages."""
         return 2 * self.residual_tokens * self.shape.hidden
@@ -176,11 +172,11 @@ class _Maker:
         else:
             latent = shape.latent
             if latent.query_rank:
-                self._project("n1", {"cq": latent.query_rank}, is_split=True, narrow=True)
+                self._project("n1", {"cq": latent.query_rank}, narrow=True)
                 self._project("cq", {"q": queries}, short=latent.query_rank)
             else:
                 self._project("n1", {"q": queries}, gathered=True)
-            self._project("n1", {"ckv": latent.key_rank + latent.rope_width}, is_split=True, narrow=True)
+            self._project("n1", {"ckv": latent.key_rank + latent.rope_width}, narrow=True)
             self._project(
                 "ckv",
                 {"k": keys, "v": values},
@@ -278,18 +274,18 @@ class _Maker:
         source: str,
         columns_of: dict[str, float],
         *,
-        is_split: bool = False,
         gathered: bool = False,
         short: int = 0,
         columns: float | None = None,
         narrow: bool = False,
     ) -> None:
         """One product whose columns are several saved activations. `gathered`: of all tokens' hidden states. `short`:
-        of all tokens' short vectors of this width. `narrow`: only products read them again."""
+        of all tokens' short vectors of this width. `narrow`: of the rank's part of the tokens, and
+        only products read them again."""
         place = self.place
         rows = self._rows(source)
         total = sum(columns_of.values()) if columns is None else columns
-        tokens = place.residual_tokens if is_split else place.tokens
+        tokens = place.residual_tokens if narrow else place.tokens
         self._product(
             "to_" + "".join(columns_of), (source,), tokens * rows * total, tokens * (rows + total), rows * total,
             makes=tuple(columns_of),
@@ -348,7 +344,7 @@ class _Maker:
         collective: float = 0.0,
         fp8: bool = True,
     ) -> None:
-        dtype = self.place.product_dtype if fp8 else "bfloat16"
+        dtype = "float8" if fp8 and self.place.config.precision == "fp8" else "bfloat16"
         seconds = self.place.hardware.op_seconds(2.0 * multiplications, 2.0 * (elements + weights), dtype)
         self.ops.append(
             Op(

@@ -14,7 +14,7 @@ their mix of stages; the mix with the most bytes is planned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lowtide.cluster.layer import Layer
@@ -239,27 +239,26 @@ class _Builder:
                 self._tick(stage, 3 * head.head_seconds, head.head_bytes)
             for block in reversed(self._blocks(stage, chunk)):
                 self._backward(block)
-        return Step(ticks=tuple(self._ticks), num_forward_ticks=num_forward, items=self._items())
+        return Step(ticks=tuple(self._ticks), num_forward_ticks=num_forward, items=tuple(self._items()))
 
     def shares(self, fates: tuple[Fate, ...]) -> tuple[Mapping[str, Share], ...]:
         """Of each stage: kind of layer -> activation -> shares swapped and recomputed."""
-        counts: Counter[tuple[int, str, str, Fate | None]] = Counter()
-        for block, name, fate in zip(self.block_of_item, self._names, fates, strict=True):
-            counts[block.stage, block.kind, name, fate] += 1
-            counts[block.stage, block.kind, name, None] += 1
-        found: list[dict[str, Share]] = []
-        for stage, described in enumerate(self.loads.stages):
-            of_kind: dict[str, Share] = {}
-            for kind in dict.fromkeys(described.kinds):
-                of_kind[kind] = {
-                    name: (
-                        counts[stage, kind, name, Fate.SWAP] / max(counts[stage, kind, name, None], 1),
-                        counts[stage, kind, name, Fate.RECOMPUTE] / max(counts[stage, kind, name, None], 1),
-                    )
+        places = [(block.stage, block.kind, name) for block, name in zip(self.block_of_item, self._names, strict=True)]
+        counts, totals = Counter(zip(places, fates, strict=True)), Counter(places)
+
+        def share(place: tuple[int, str, str], fate: Fate) -> float:
+            return counts[place, fate] / max(totals[place], 1)
+
+        return tuple(
+            {
+                kind: {
+                    name: (share((stage, kind, name), Fate.SWAP), share((stage, kind, name), Fate.RECOMPUTE))
                     for name in self.layers[kind].nbytes
                 }
-            found.append(of_kind)
-        return tuple(found)
+                for kind in dict.fromkeys(described.kinds)
+            }
+            for stage, described in enumerate(self.loads.stages)
+        )
 
     def _blocks(self, stage: int, chunk: int) -> list[_Block]:
         return [_Block(stage, chunk, index, kind) for index, kind in enumerate(self.loads.stages[stage].kinds)]
@@ -288,10 +287,9 @@ class _Builder:
                 self._reads.setdefault((block, name), []).append(len(self._ticks))
             self._tick(block.stage, op.input_seconds + op.weight_seconds + op.collective_seconds)
 
-    def _items(self) -> tuple[Item, ...]:
+    def _items(self) -> Iterator[Item]:
         keys = sorted(self._born, key=lambda key: (self._saved[key], self._born[key]))
         place = {key: index for index, key in enumerate(keys)}
-        items = []
         for block, name in keys:
             seconds, inputs = self.layers[block.kind].recipes.get(name, (0.0, ()))
             fates = [Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if inputs else [])]
@@ -300,18 +298,15 @@ class _Builder:
             is_made = Fate.RECOMPUTE in left
             self.block_of_item.append(block)
             self._names.append(name)
-            items.append(
-                Item(
-                    name=f"stage {block.stage} chunk {block.chunk} layer {block.index} {name}",
-                    nbytes=self.layers[block.kind].nbytes[name],
-                    born=self._born[block, name],
-                    saved=self._saved[block, name],
-                    dies=self._dies[block, name],
-                    reads=tuple(sorted(self._reads[block, name])),
-                    release=max(self._reads[block, name]) + 1,
-                    fates=left,
-                    recipe_seconds=seconds if is_made else 0.0,
-                    inputs=tuple(place[block, source] for source in inputs) if is_made else (),
-                )
+            yield Item(
+                name=f"stage {block.stage} chunk {block.chunk} layer {block.index} {name}",
+                nbytes=self.layers[block.kind].nbytes[name],
+                born=self._born[block, name],
+                saved=self._saved[block, name],
+                dies=self._dies[block, name],
+                reads=tuple(sorted(self._reads[block, name])),
+                release=max(self._reads[block, name]) + 1,
+                fates=left,
+                recipe_seconds=seconds if is_made else 0.0,
+                inputs=tuple(place[block, source] for source in inputs) if is_made else (),
             )
-        return tuple(items)

@@ -80,11 +80,6 @@ class Question:
     num_micro_batches: int = 1
 
     @property
-    def forced(self) -> tuple[str, ...]:
-        """Layers that run again in any case."""
-        return layers_by_rule(self.profile, self.config)
-
-    @property
     def seconds(self) -> float:
         """Of the plain step."""
         return sum(self.profile.op_seconds)
@@ -364,7 +359,7 @@ class Space:
     def __init__(self, question: Question, score: Callable[[Found], float]) -> None:
         self.question = question
         self._score = score
-        forced = question.forced
+        forced = layers_by_rule(question.profile, question.config)  # they run again in any case
         more = tuple(name for name in can_rerun(question.profile) if name not in forced)
         if not question.config.recomputes_freely or question.profile.num_collectives:
             more = ()  # ranks that plan for themselves must issue the same collectives

@@ -19,7 +19,7 @@ from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
 from lowtide.core.json_text import Mistake, build, parse_json
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, layer_of
 from lowtide.errors import ConfigError
 from lowtide.planner.by_rules import NO_COSTS, HostCosts, charged, problem_of
 from lowtide.planner.in_backward import in_turn_of
@@ -186,7 +186,7 @@ def _named_again(
     for tick, op in enumerate(problem.starts[:-1]):
         if again[op]:
             path = problem.profile.op_names[op]
-            layer = next((layer for layer in layers if path.startswith(f"{layer}.")), path)
+            layer = layer_of(path, layers) or path
             names[f"backward {tick - problem.step.num_forward_ticks}"] = f"recompute {layer}"
     return tuple(dataclasses.replace(event, name=names.get(event.name, event.name)) for event in events)
 

@@ -240,7 +240,7 @@ def _translate(parts: list[str], tree: Tree, *, is_default: bool) -> list[str]:
     family = family_of(tree)
     names: list[str] = []
     for role in ROLES:
-        if family == "hf" and any(_names(parts, name) for name in role.all_names):
+        if family == "hf" and any(_names(parts, name) for name in (*role.legacy, *role.mcore, *role.hf)):
             names += _present(role, tree)
             if is_default and not names:
                 kind = role.name.rsplit(":", 1)[-1]
