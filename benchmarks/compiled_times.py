@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
-from lowtide.profiling.build_profile import layer_of
+from lowtide.core.profile import layer_of
 from lowtide.profiling.fake.roofline import extent_bytes, inputs_of, is_attention, op_bytes, op_flops, op_seconds
 from lowtide.recipes.graph import OpCall, Value
 from lowtide.timeline.hardware import Hardware

@@ -38,9 +38,9 @@ def row_of(model: str, name: str, tokens: int) -> str:
     shape: Any = {"sequence": min(tokens, SEQUENCE), "batch": max(tokens // SEQUENCE, 1)}
     words = argparse.Namespace(model=model, lora=None, precision=None, rows=None, **shape)
     run = settings_of(words, "adamw")
-    settled = load_memory(MEMORY).settled(lambda: memory_of_hardware(hardware))
-    profile = trace_run(dataclasses.replace(run, memory=settled.config), hardware, say=lambda text: None)
-    plan = plan_profile(profile, settled.config, link=hardware.link, budget_bytes=settled.budget_bytes)
+    memory, budget_bytes, _ = load_memory(MEMORY).settled(lambda: memory_of_hardware(hardware))
+    profile = trace_run(dataclasses.replace(run, memory=memory), hardware, say=lambda text: None)
+    plan = plan_profile(profile, memory, link=hardware.link, budget_bytes=budget_bytes)
     found, weights = plan.predicted, plan.weights
     assert found is not None and weights is not None
     count = sum(weight.numel() for weight in weights_of_run(run).values())

@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_189,
+    "lines": 57_841,
     "files": 239,
-    "classes": 489,
+    "classes": 480,
     "files that one other file imports": 34,
-    "classes with more than 15 attributes": 12,
+    "classes with more than 15 attributes": 11,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,

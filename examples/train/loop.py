@@ -76,7 +76,7 @@ def train(
     with StopRequest() as stop:
         try:
             with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
-                summary = _loop(trainer, stop, on_step or _hear_nothing)
+                summary = _loop(trainer, stop, on_step)
                 if wants_weights_hash:
                     summary = dataclasses.replace(summary, weights_sha256=_weights_sha256(trainer.state_dict()))
             ranks.leave()
@@ -99,7 +99,7 @@ def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
     return told
 
 
-def _loop(trainer: Trainer, stop: StopRequest, on_step: Callable[[StepRecord], None]) -> Summary:
+def _loop(trainer: Trainer, stop: StopRequest, on_step: Callable[[StepRecord], None] | None) -> Summary:
     """Steps until the last one or a signal; a checkpoint at the end in either case."""
     run, ranks = trainer.run, trainer.ranks
     settings = run.train
@@ -124,7 +124,8 @@ def _loop(trainer: Trainer, stop: StopRequest, on_step: Callable[[StepRecord], N
                 metrics.append(record)
                 plans.follow(trainer.tide)
             progress.show(record)
-            on_step(record)
+            if on_step is not None:
+                on_step(record)
             is_end = trainer.step == settings.steps or asked is not None
             is_due = settings.checkpoint_every is not None and trainer.step % settings.checkpoint_every == 0
             if is_end or is_due:
@@ -164,7 +165,3 @@ def _weights_sha256(state: Mapping[str, Any]) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _hear_nothing(record: StepRecord) -> None:
-    pass

@@ -61,9 +61,6 @@ _OF_WORDS = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
 class RankShards:
     """What a rank has to know of its place."""
 
-    reader: int
-    """Ranks with the same number read the same text."""
-    num_readers: int
     layout: str
     """Of all ranks: `fsdp2 2 x tensor 2`."""
     tensor: Any
@@ -148,8 +145,6 @@ def shard_for(run: RunConfig, model: nn.Module, ranks: Ranks, device: torch.devi
     fully_shard(model, mesh=dealt_over)
     layout = f"{config.shard} {data}" + (f" in {replicas} replicas" if replicas > 1 else "")
     return RankShards(
-        reader=ranks.rank // tensor,
-        num_readers=data,
         layout=layout + (f" x tensor {tensor}" if tensor > 1 else ""),
         tensor=mesh["tensor"].get_group() if tensor > 1 else None,
     )

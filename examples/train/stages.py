@@ -330,11 +330,5 @@ def _seconds_of_parts(profile: Profile, container: str, num_layers: int) -> tupl
     return layers, ends[0], ends[1]
 
 
-def _named(layers: range) -> str:
-    if not layers:
-        return "no layers"
-    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
-
-
 def _sizes(layers: Sequence[range]) -> list[int]:
     return [len(each) for each in layers]

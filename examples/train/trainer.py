@@ -88,7 +88,7 @@ class Trainer:
         """Whether ranks that share products have compared the gradients that they must have in common."""
         self.step = saved.step if saved else 0
         """Optimizer steps done."""
-        self.say: Callable[[str], None] = _say_nothing
+        self.say: Callable[[str], None] = lambda line: None
         """Hears the lines of the logger `lowtide`."""
         self._listener = Listener(self._tell)
         self.tide: Tide | Tides | None = None
@@ -387,10 +387,6 @@ def _reader(run: RunConfig, ranks: Ranks) -> tuple[int, int]:
         return ranks.rank % beside // size, beside // size
     size = run.parallel.tensor or 1 if run.parallel is not None and run.is_sharded else 1
     return ranks.rank // size, ranks.num_ranks // size
-
-
-def _say_nothing(line: str) -> None:
-    pass
 
 
 def _seed(seed: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from lowtide.cli.run_file import load_run
@@ -66,17 +67,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _notes_about_ranks(resolution: Resolution) -> list[str]:
+def _notes_about_ranks(resolution: Resolution) -> Iterator[str]:
     """What three flags will do to a model that several ranks share."""
-    notes = []
     if resolution.gathers_again is not None and any(layer.full_recompute for layer in resolution.layers):
         what = "gathered again in backward" if resolution.gathers_again else "kept whole from forward to backward"
-        notes.append(f"parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is {what}")
+        yield f"parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is {what}"
     if resolution.slices_inputs:
-        notes.append("recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers")
+        yield "recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers"
     if resolution.keeps_collectives:
-        notes.append("mp_comm_recompute: what collectives give in recomputed layers is kept, and not exchanged again")
-    return notes
+        yield "mp_comm_recompute: what collectives give in recomputed layers is kept, and not exchanged again"
 
 
 def _traced(settings: RunConfig) -> Profile:

@@ -26,7 +26,7 @@ from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.cluster import report as cluster_report
-from lowtide.config.memory import MemoryConfig, Settled, check_unit
+from lowtide.config.memory import MemoryConfig, check_unit
 from lowtide.config.run import OptimizerKind, RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
@@ -94,38 +94,37 @@ def run(args: argparse.Namespace) -> int:
         profile, link = _profile_and_link(settings, args, waiting)
         if args.profile is not None:
             _refuse_other_model(settings, profile)
-        rank = None
+        network_of = None
         if settings.is_sharded:
-            rank = plan_cluster.sharded_rank(settings, args, profile)
-            profile = rank.profile
+            profile, network_of = plan_cluster.sharded_rank(settings, args, profile)
         from lowtide.cli.run_step import changes_of
 
-        settled = wanted.settled(lambda: _memory(settings, args, profile))
+        memory, budget_bytes, line = wanted.settled(lambda: _memory(settings, args, profile))
         if args.hardware is not None:
-            _say_where_it_is_too_much(settled.budget_bytes, args.hardware)
-        memory, lines = settled.config, [settled.line] if settled.line else []
+            _say_where_it_is_too_much(budget_bytes, args.hardware)
+        lines = [line] if line else []
         waiting.say("planning")
         # From the second micro-batch of a step on, gradients are there from the start.
         kind: Any = {"link": link, "has_gradients": settings.train.grad_accumulation > 1}
         shared: Any = {**kind, "num_micro_batches": settings.train.grad_accumulation}
         told: Any = {"progress": lambda text: waiting.say(f"planning: {text}")}
-        if args.profile is None and rank is None:
+        if args.profile is None and network_of is None:
             told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
-        plan = plan_profile(profile, memory, budget_bytes=settled.budget_bytes, **shared, **told)
+        plan = plan_profile(profile, memory, **shared, **told)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         curve = play(plan, profile, memory, **kind).curve if args.json else None
         if args.report is not None:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
-        network = None if rank is None else rank.network(plan)
+        network = None if network_of is None else network_of(plan)
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
         document = _document(plan, profile, rungs, curve) | ({"budget_came_from": lines} if lines else {})
-        document |= {} if rank is None or network is None else {"network": rank.document(network)}
+        document |= {} if network is None else {"network": plan_cluster.network_document(network)}
         print(json.dumps(document))
     else:
-        told_of_network = [] if rank is None or network is None else ["", *rank.lines(network)]
+        told_of_network = [] if network is None else ["", *plan_cluster.network_lines(network)]
         lines += _lines(plan, profile, rungs, told_of_network)
         print("\n".join(wrapped(lines, width_of_stdout())))
     return 0
@@ -163,23 +162,20 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         from lowtide.cli.run_step import weights_of_run
 
         hardware = _hardware(settings, args)
-        settled = settings.memory.settled(lambda: _memory(settings, args))
-        planner = _PlanMaker(settled, hardware, waiting)
+        memory, budget_bytes, _ = settings.memory.settled(lambda: _memory(settings, args))
+        planner = _PlanMaker(memory, hardware, waiting)
         tries: list[alternatives.Alternative] = []
         if args.largest is not None:
             makes = {"lowtide": planner}
-            has_own = settled.config.weights != "keep"  # which update in backward too
-            if settled.config.rows is not None and settings.train.grad_accumulation == 1 and not has_own:
-                early = dataclasses.replace(settled.config, optimizer="in_backward")
-                early_settled = dataclasses.replace(settled, config=early)
-                makes["lowtide, updates in backward"] = _PlanMaker(early_settled, hardware, waiting, planner.traced)
+            has_own = memory.weights != "keep"  # which update in backward too
+            if memory.rows is not None and settings.train.grad_accumulation == 1 and not has_own:
+                early = dataclasses.replace(memory, optimizer="in_backward")
+                makes["lowtide, updates in backward"] = _PlanMaker(early, hardware, waiting, planner.traced)
             step, rows, tries = alternatives.largest(
-                settings, hardware, settled.budget_bytes, args.largest, makes, say=waiting.say
+                settings, hardware, budget_bytes, args.largest, makes, say=waiting.say
             )
         else:
-            step = alternatives.AskedStep(
-                run=settings, hardware=hardware, budget_bytes=settled.budget_bytes, say=waiting.say
-            )
+            step = alternatives.AskedStep(run=settings, hardware=hardware, budget_bytes=budget_bytes, say=waiting.say)
             rows = [step.by_hand(name) for name in alternatives.BY_HAND]
             try:
                 plan = planner(settings, None)
@@ -190,7 +186,9 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         waiting.say("counting the weights")
         weights = weights_of_run(step.run)
         if args.report is not None and plan is not None:
-            planner.draw(plan, args.report)
+            waiting.say("drawing")
+            report = report_of_plan(plan, planner.profile_of(settings), memory, link=hardware.link)
+            write_report(report, args.report)
     if args.out is not None and plan is not None:
         write(args.out, plan.to_json())
     if args.json:
@@ -205,48 +203,38 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
 
 
 class _PlanMaker:
-    """The plan of a run that is traced for it, within the budget, or within another number of bytes."""
+    """The plan of a run that is traced for it, within the budget of `memory`, or within another number of bytes."""
 
     def __init__(
-        self, settled: Settled, hardware: Hardware, waiting: Waiting, traced: dict[_Size, Profile] | None = None
+        self, memory: MemoryConfig, hardware: Hardware, waiting: Waiting, traced: dict[_Size, Profile] | None = None
     ) -> None:
-        self._settled, self._hardware, self._waiting = settled, hardware, waiting
+        self._memory, self._hardware, self._waiting = memory, hardware, waiting
         self.traced = {} if traced is None else traced
         """Runs that were traced, by their size: all else of them is the same. Makers of one run share them."""
-        self._last: Profile | None = None
 
-    def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
-        """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
-        from lowtide.cli.run_step import changes_of, trace_run
+    def profile_of(self, run: RunConfig) -> Profile:
+        """Of its step, traced where it was not yet."""
+        from lowtide.cli.run_step import trace_run
 
         size = (run.train.batch_size, run.data.sequence_length)
         if size not in self.traced:
             self.traced[size] = trace_run(run, self._hardware, say=self._waiting.say)
-        self._last = profile = self.traced[size]
-        config = self._config_for(profile)
-        micro_batches = run.train.grad_accumulation
+        return self.traced[size]
+
+    def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
+        """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
+        from lowtide.cli.run_step import changes_of
+
+        profile, memory, micro_batches = self.profile_of(run), self._memory, run.train.grad_accumulation
+        movable = profile.state.optimizer_movable
+        has_room = memory.host_budget is None or memory.host_budget >= movable
+        if memory.optimizer == "in_backward" and not (movable and has_room):
+            memory = dataclasses.replace(memory, optimizer="keep")
         how: Any = {"link": self._hardware.link, "has_gradients": micro_batches > 1, "num_micro_batches": micro_batches}
         if budget_bytes is not None:
-            return plan_profile(profile, config, budget_bytes=budget_bytes, with_suggestions=False, **how)
+            return plan_profile(profile, memory, budget_bytes=budget_bytes, with_suggestions=False, **how)
         self._waiting.say("planning")
-        how["changes"] = tuple(changes_of(run, self._hardware, profile))
-        return plan_profile(profile, config, budget_bytes=self._settled.budget_bytes, **how)
-
-    def _config_for(self, profile: Profile) -> MemoryConfig:
-        """Without updates in backward where there is no state that can move, or no room for it."""
-        config, movable = self._settled.config, profile.state.optimizer_movable
-        has_room = config.host_budget is None or config.host_budget >= movable
-        if config.optimizer != "in_backward" or (movable and has_room):
-            return config
-        return dataclasses.replace(config, optimizer="keep")
-
-    def draw(self, plan: Plan, path: Path) -> None:
-        """The report of the last plan."""
-
-        assert self._last is not None
-        self._waiting.say("drawing")
-        report = report_of_plan(plan, self._last, self._settled.config, link=self._hardware.link)
-        write_report(report, path)
+        return plan_profile(profile, memory, changes=tuple(changes_of(run, self._hardware, profile)), **how)
 
 
 def _refuse_other_model(settings: RunConfig, profile: Profile) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from lowtide.cluster.export import export
 from lowtide.cluster.layout import Batch
 from lowtide.cluster.search import ClusterPlan, Question, plan_cluster
 from lowtide.cluster.shape import shape_of
-from lowtide.cluster.sharded import NetworkStep, Sharding, play_network, sharded_profile
+from lowtide.cluster.sharded import NetworkStep, play_network, sharded_profile
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import ParallelConfig, RunConfig
 from lowtide.core.budget import parse_budget, settle
@@ -185,52 +185,11 @@ def _fates(memory: MemoryConfig) -> tuple[Fate, ...]:
 # -- one rank of a fully sharded model ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedRank:
-    """One of the ranks that share the parameters."""
-
-    profile: Profile
-    """Its bytes are those of this rank."""
-    whole: Profile
-    layer_bytes: dict[str, int]
-    sharding: Sharding
-    cluster: Cluster
-    hardware: Hardware
-
-    def network(self, plan: Plan) -> NetworkStep:
-        """The step that the plan makes, with the network."""
-
-        assert plan.predicted is not None
-        again = [
-            rule.pattern.text
-            for rule in plan.rules.rules
-            if rule.fate is Fate.RECOMPUTE and rule.pattern.text in self.whole.layers
-        ]
-        step = run_again(self.whole, again)
-        played = play_network(step, self.layer_bytes, self.sharding, self.cluster, self.hardware)
-        seconds = plan.predicted.step_seconds + played.step_seconds - sum(step.op_seconds)
-        return dataclasses.replace(played, step_seconds=seconds)
-
-    def document(self, step: NetworkStep) -> dict[str, Any]:
-        """As plain data."""
-        sharding = self.sharding
-        whose = {"ranks": sharding.ranks, "replicas": sharding.replicas, "cluster": self.cluster.name}
-        seconds = ("step_seconds", "network_seconds", "exposed_seconds", "slowed_seconds", "copy_seconds")
-        return whose | {name: getattr(step, name) for name in seconds}
-
-    def lines(self, step: NetworkStep) -> list[str]:
-        replicas = f", {self.sharding.replicas} replicas" if self.sharding.replicas > 1 else ""
-        return [
-            f"fully sharded over {self.sharding.ranks} ranks{replicas} (cluster {self.cluster.name}): "
-            f"step {format_seconds(step.step_seconds)} "
-            f"with gathers and reductions of {format_seconds(step.network_seconds)}",
-            f"  {format_seconds(step.exposed_seconds)} of them are waited for, slow compute by "
-            f"{format_seconds(step.slowed_seconds)}, copies of buffers {format_seconds(step.copy_seconds)}",
-        ]
-
-
-def sharded_rank(settings: RunConfig, args: argparse.Namespace, whole: Profile) -> ShardedRank:
-    """One of the ranks that share the model. Raises `ConfigError` for what cannot be planned so."""
+def sharded_rank(
+    settings: RunConfig, args: argparse.Namespace, whole: Profile
+) -> tuple[Profile, Callable[[Plan], NetworkStep]]:
+    """The step of one of the ranks that share the model, `whole` of which was traced; and the step that a plan of it
+    makes, with the network. Raises `ConfigError` for what cannot be planned so."""
     from lowtide.cli.run_step import layer_bytes, sharding_of
 
     config = settings.parallel
@@ -257,11 +216,34 @@ def sharded_rank(settings: RunConfig, args: argparse.Namespace, whole: Profile) 
         raise ConfigError(_NO_HARDWARE)
     sharding = sharding_of(settings, config.data, config.replicas or 1)
     sizes = layer_bytes(settings, whole.layers)
-    return ShardedRank(
-        profile=sharded_profile(whole, sizes, sharding),
-        whole=whole,
-        layer_bytes=sizes,
-        sharding=sharding,
-        cluster=load_cluster(args.cluster or config.cluster or args.hardware),
-        hardware=load_hardware(args.hardware),
-    )
+    cluster, hardware = load_cluster(args.cluster or config.cluster or args.hardware), load_hardware(args.hardware)
+
+    def network_of(plan: Plan) -> NetworkStep:
+        assert plan.predicted is not None
+        rules = (rule for rule in plan.rules.rules if rule.fate is Fate.RECOMPUTE)
+        step = run_again(whole, [rule.pattern.text for rule in rules if rule.pattern.text in whole.layers])
+        played = play_network(step, sizes, sharding, cluster, hardware)
+        seconds = plan.predicted.step_seconds + played.step_seconds - sum(step.op_seconds)
+        return dataclasses.replace(played, step_seconds=seconds)
+
+    return sharded_profile(whole, sizes, sharding), network_of
+
+
+def network_document(step: NetworkStep) -> dict[str, Any]:
+    """As plain data."""
+    sharding = step.sharding
+    whose = {"ranks": sharding.ranks, "replicas": sharding.replicas, "cluster": step.cluster.name}
+    seconds = ("step_seconds", "network_seconds", "exposed_seconds", "slowed_seconds", "copy_seconds")
+    return whose | {name: getattr(step, name) for name in seconds}
+
+
+def network_lines(step: NetworkStep) -> list[str]:
+    """For people."""
+    replicas = f", {step.sharding.replicas} replicas" if step.sharding.replicas > 1 else ""
+    return [
+        f"fully sharded over {step.sharding.ranks} ranks{replicas} (cluster {step.cluster.name}): "
+        f"step {format_seconds(step.step_seconds)} "
+        f"with gathers and reductions of {format_seconds(step.network_seconds)}",
+        f"  {format_seconds(step.exposed_seconds)} of them are waited for, slow compute by "
+        f"{format_seconds(step.slowed_seconds)}, copies of buffers {format_seconds(step.copy_seconds)}",
+    ]

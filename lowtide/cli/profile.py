@@ -7,12 +7,13 @@ roofline's. stdout has a short table, or nothing but the profile with `--json`. 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.cli.plan import check_writable, write
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, layer_of
 from lowtide.core.text_table import align, layers_label, runs, wrapped
 from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import load_hardware
@@ -61,7 +62,7 @@ def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
         f"{len(profile.op_names)} operators in {format_seconds(sum(profile.op_seconds))}; {len(sites)} sites save "
         f"{format_bytes(profile.saved_bytes)}",
         "",
-        *align(_layer_cells(profile), numeric=(1, 2, 3, 4, 5), width=width),
+        *align(list(_layer_cells(profile)), numeric=(1, 2, 3, 4, 5), width=width),
         "",
     ]
     cells = [("largest sites", "", "made by", "recipe")]
@@ -75,33 +76,30 @@ def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
     return wrapped(lines, width)
 
 
-def _layer_cells(profile: Profile) -> list[tuple[str, ...]]:
+def _layer_cells(profile: Profile) -> Iterator[tuple[str, ...]]:
     num_ops, seconds = _by_layer(profile)
-    cells: list[tuple[str, ...]] = [("", "operators", "forward", "backward", "saved", "with a recipe")]
+    yield "", "operators", "forward", "backward", "saved", "with a recipe"
     groups = [
         (layers_label(profile.layers, first, last), profile.layers[first : last + 1])
         for first, last in runs(profile.layers, profile.signatures)
     ]
     for label, layers in (*groups, (_OUTSIDE, (None,))):
         sites = [site for site in profile.sites if site.layer in layers]
-        cells.append(
-            (
-                label,
-                str(sum(num_ops.get(layer, 0) for layer in layers)),
-                format_seconds(sum(seconds.get((layer, False), 0.0) for layer in layers)),
-                format_seconds(sum(seconds.get((layer, True), 0.0) for layer in layers)),
-                format_bytes(sum(site.nbytes for site in sites)),
-                format_bytes(sum(site.nbytes for site in sites if site.recipe is not None)),
-            )
+        yield (
+            label,
+            str(sum(num_ops.get(layer, 0) for layer in layers)),
+            format_seconds(sum(seconds.get((layer, False), 0.0) for layer in layers)),
+            format_seconds(sum(seconds.get((layer, True), 0.0) for layer in layers)),
+            format_bytes(sum(site.nbytes for site in sites)),
+            format_bytes(sum(site.nbytes for site in sites if site.recipe is not None)),
         )
-    return cells
 
 
 def _by_layer(profile: Profile) -> tuple[dict[str | None, int], dict[tuple[str | None, bool], float]]:
     num_ops: dict[str | None, int] = {}
     seconds: dict[tuple[str | None, bool], float] = {}
     for index, (name, taken) in enumerate(zip(profile.op_names, profile.op_seconds, strict=True)):
-        layer = next((layer for layer in profile.layers if name.startswith(f"{layer}.")), None)
+        layer = layer_of(name, profile.layers)
         key = (layer, index >= profile.num_forward_ops)
         num_ops[layer] = num_ops.get(layer, 0) + 1
         seconds[key] = seconds.get(key, 0.0) + taken

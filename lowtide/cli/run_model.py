@@ -14,11 +14,12 @@ answer. Not covered: what the library refuses itself; how a width fits the devic
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,15 @@ def build_model(run: RunConfig) -> torch.nn.Module:
         _check_weights_fit(run, config, dtype)
     torch.manual_seed(run.model.seed)
     if run.model.path is not None:
-        return _with_lora(run, _from_folder(run, run.model.path, config, dtype)).train()
+        read = functools.partial(AutoModelForCausalLM.from_pretrained, config=config, dtype=dtype)
+        return _with_lora(run, _from_folder(run, run.model.path, read)).train()
     return fresh_model(run, config, dtype).train()
 
 
 def model_config(run: RunConfig) -> PretrainedConfig:
     """What the model is like, checked against the text. Raises `ConfigError` with the place of the mistake."""
     if run.model.path is not None:
-        config = _config_from_folder(run, run.model.path)
+        config = _from_folder(run, run.model.path, AutoConfig.from_pretrained)
     else:
         assert run.model.model_type is not None
         config = _config_from_fields(run, run.model.model_type)
@@ -137,28 +139,17 @@ def _check_weights_fit(run: RunConfig, config: PretrainedConfig, dtype: torch.dt
         )
 
 
-def _from_folder(run: RunConfig, path: Path, config: PretrainedConfig, dtype: torch.dtype) -> Any:
+def _from_folder(run: RunConfig, path: Path, read: Callable[..., Any]) -> Any:
+    """What `read` makes of a folder. Raises `ConfigError` where that cannot be."""
     try:
-        return AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, dtype=dtype)
+        return read(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise _not_loaded(run, path, error) from None
-
-
-def _config_from_folder(run: RunConfig, path: Path) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(run, path, error) from None
-
-
-def _not_loaded(run: RunConfig, path: Path, error: Exception) -> ConfigError:
-    if not path.exists():
-        return run.mistake(
-            "model.path",
-            f"{path} is no file and no folder, and not in the cache of Hugging Face on this machine (nothing is "
-            "downloaded); give the path of its config.json",
-        )
-    return run.mistake("model.path", f"'model.path': no model can be loaded from {path}: {_first_line(error)}")
+        if path.exists():
+            what = f"'model.path': no model can be loaded from {path}: {_first_line(error)}"
+        else:
+            what = f"{path} is no file and no folder, and not in the cache of Hugging Face on this machine (nothing is "
+            what += "downloaded); give the path of its config.json"
+        raise run.mistake("model.path", what) from None
 
 
 def _config_from_fields(run: RunConfig, kind: str) -> PretrainedConfig:

@@ -96,8 +96,7 @@ def hardware_of_run(run: RunConfig) -> Hardware:
 
 def observe_run(run: RunConfig, *, say: Say) -> Profile:
     """A real step on the device of the run. Raises ConfigError for mistakes that show only there."""
-    _refuse_split_experts(run)
-    _refuse_pipeline(run)
+    _refuse_parts(run)
     device = device_of_run(run)
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
@@ -108,14 +107,13 @@ def observe_run(run: RunConfig, *, say: Say) -> Profile:
     generator = torch.Generator().manual_seed(run.train.seed)
     tokens = torch.randint(NUM_BYTE_TOKENS, shape, generator=generator).to(device)
     say("observing one step")
-    with _as_trained(run, model, device.type), _sliced_as_asked(run, model):
+    with _as_trained(run, model, device.type):
         return observe(model, {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)
 
 
 def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
-    _refuse_split_experts(run)
-    _refuse_pipeline(run)
+    _refuse_parts(run)
     say("building the model without weights")
     config = model_config(run)
     with torch.device("meta"):
@@ -125,7 +123,7 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
         group["fused"] = True  # as on a device that has it; the meta device does not, and would count temporaries
     tokens = torch.empty(run.train.batch_size, run.data.sequence_length, dtype=torch.int64, device="meta")
     say("tracing one step")
-    with _as_trained(run, model, "cpu"), _sliced_as_asked(run, model):
+    with _as_trained(run, model, "cpu"):
         return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
 
 
@@ -141,35 +139,28 @@ def layer_bytes(run: RunConfig, layers: Sequence[str]) -> dict[str, int]:
     return {layer: sum(p.nbytes for name, p in weights.items() if name.startswith(f"{layer}.")) for layer in layers}
 
 
-def _sliced_as_asked(run: RunConfig, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    return attach_where(model, **(run.memory or MemoryConfig()).slices_loss)
-
-
-def _refuse_split_experts(run: RunConfig) -> None:
+def _refuse_parts(run: RunConfig) -> None:
+    """Raises `ConfigError` where a rank has a part of the model."""
     if run.train.expert_parallel > 1:
         run.fail(
             "train.expert_parallel",
             f"'train.expert_parallel' is {run.train.expert_parallel}, but a step of one rank alone is looked at here; "
             "take it out to see the step of a rank that has all experts",
         )
-
-
-def _refuse_pipeline(run: RunConfig) -> None:
     if run.pipeline is not None:
         run.fail("pipeline", "'pipeline': a step of the whole model is looked at here; take the section out to see it")
 
 
 @contextlib.contextmanager
 def _as_trained(run: RunConfig, model: torch.nn.Module, device_type: str) -> Iterator[None]:
-    """Inside, the model's forward runs under autocast if the trainer's does; the backward never does."""
-    if run.train.precision != "bf16_autocast":
+    """Inside, the model's forward runs under autocast if the trainer's does (the backward never does), and its loss is
+    taken as the run says."""
+    with contextlib.ExitStack() as undo:
+        if run.train.precision == "bf16_autocast":
+            model.forward = torch.autocast(device_type, dtype=torch.bfloat16)(model.forward)
+            undo.callback(delattr, model, "forward")
+        undo.enter_context(attach_where(model, **(run.memory or MemoryConfig()).slices_loss))
         yield
-        return
-    model.forward = torch.autocast(device_type, dtype=torch.bfloat16)(model.forward)
-    try:
-        yield
-    finally:
-        del model.forward
 
 
 def link_of_device(run: RunConfig, device_type: str) -> Link:

@@ -4,8 +4,9 @@ What: `export` writes a file. For MindSpore Transformers it is YAML: the sizes, 
 `recompute_config` and `swap_config`, whose counts are tables [chunk][stage] where nothing is swapped, and indices of
 layers where something is, because there a number means that. For Megatron-LM it is the arguments of its command; it
 has no schedule in a V, so stages of one are interleaved there. MindSpeed has DualPipeV.
-Both start with what they cannot say. MindSpore Transformers has no name for the input of a layer and for dispatched
-tokens; Megatron-LM's flags hold for all ranks and layers alike, so they do as much as the fullest rank needs.
+What they call an activation is in names.toml. Both start with what they cannot say. MindSpore Transformers has no name
+for the input of a layer and for dispatched tokens; Megatron-LM's flags hold for all ranks and layers alike, so they do
+as much as the fullest rank needs.
 
 `decisions` rounds the solver's shares, which treat each chunk in flight by itself, to whole layers of a stage: the
 first ones make an activation again, the next ones swap it, as many as cover the shares. No fewer bytes leave the device
@@ -17,6 +18,7 @@ Not covered: anything else that a run needs, such as its data and its model.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,46 +33,10 @@ from lowtide.units import format_bytes
 PREFETCH = 1
 """Operators ahead of its reader at which a swapped activation is asked for. The timeline knows better, a file for
 another system's operators does not."""
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "n1": ("attention_norm",),
-    "cq": ("attention.q2l_proj",),
-    "ckv": ("attention.kv2l_latent_kv",),
-    "a": ("attention.flash_attention",),
-    "x2": ("add",),
-    "n2": ("ffn_norm",),
-}
-_QKV = {"q": ("attention.wq",), "k": ("attention.wk",), "v": ("attention.wv",)}
-_LATENT_QKV = {
-    "q": ("attention.l2q_nope_proj", "attention.l2q_pe_proj"),
-    "k": ("attention.lkv2kv_k_nope",),
-    "v": ("attention.lkv2kv_v",),
-}
-_MLPS = {"": "feed_forward", "shared ": "feed_forward.shared_experts", "expert ": "feed_forward.routed_experts.ffn"}
-_MADE_FROM = {
-    "q": ("n1", "cq"), "k": ("n1", "ckv"), "v": ("n1", "ckv"), "cq": ("n1",), "ckv": ("n1",), "a": ("q", "k", "v"),
-    "x2": ("a",), "n2": ("x2",), "h": ("n2",), "g": ("h",), "shared h": ("n2",), "shared g": ("shared h",),
-    "expert g": ("expert h",),
-}  # fmt: skip
-"""What another system leaves on the device where the part that is made from it runs again."""
-_MODULES = {
-    "layernorm": ("n1", "n2"),
-    "mla_up_proj": ("q", "k", "v"),
-    "mlp": ("h", "g"),
-    "shared_experts": ("shared h", "shared g"),
-    "moe_act": ("expert g",),
-    "moe": ("expert h",),
-}
-"""Of `--recompute-modules`: what each drops."""
-_OFFLOADED = {
-    "attn_norm": ("x1",),
-    "qkv_linear": ("n1",),
-    "core_attn": ("q", "k", "v"),
-    "attn_proj": ("a",),
-    "mlp_norm": ("x2",),
-    "expert_fc1": ("d",),
-    "moe_act": ("expert h",),
-}
-"""Of `--offload-modules`: each keeps its inputs elsewhere."""
+_NAMES: Mapping[str, Mapping[str, Sequence[str]]] = tomllib.loads(
+    (Path(__file__).parent / "names.toml").read_text(encoding="utf-8")
+)
+"""What other systems call an activation."""
 
 
 def export(plan: ClusterPlan, system: str, path: Path) -> None:
@@ -92,10 +58,10 @@ def export(plan: ClusterPlan, system: str, path: Path) -> None:
 
 def patterns_of(question: Question, name: str) -> tuple[str, ...]:
     """The parts of a layer of MindSpore Transformers whose outputs are this activation; none where it has no name."""
-    qkv = _QKV if question.shape.latent is None else _LATENT_QKV
-    if name in _NAMES or name in qkv:
-        return (*_NAMES.get(name, ()), *qkv.get(name, ()))
-    for prefix, module in _MLPS.items():
+    qkv = _NAMES["qkv" if question.shape.latent is None else "latent_qkv"]
+    if parts := _NAMES["mindformers"].get(name) or qkv.get(name):
+        return tuple(parts)
+    for prefix, module in _NAMES["mlps"].items():
         if name == f"{prefix}h":
             return tuple(f"{module}.{part}" for part in (("w1", "w3") if question.shape.is_gated else ("w1",)))
         if name == f"{prefix}g":
@@ -188,7 +154,7 @@ def _unsaid(question: Question, plan: LayoutPlan, by_layer: Sequence[Decisions])
     for name in names:
         layers = [index for index, layer in enumerate(by_layer) if name in layer]
         yield f"'{name}' is to be swapped in layers {layers}; no part of a layer has that name, so it is kept"
-    for name, makers in _MADE_FROM.items():
+    for name, makers in _NAMES["made_from"].items():
         for source in makers:
             pair = [i for i, at in enumerate(by_layer) if (at.get(source), at.get(name)) == (Fate.SWAP, Fate.RECOMPUTE)]
             if pair:
@@ -265,13 +231,14 @@ def _flags(by_layer: Sequence[Decisions]) -> tuple[list[str], list[str], list[st
         fate: {name for layer in by_layer for name, its_fate in layer.items() if its_fate is fate}
         for fate in (Fate.RECOMPUTE, Fate.SWAP)
     }
-    recomputed = [module for module, names in _MODULES.items() if wanted[Fate.RECOMPUTE] & set(names)]
+    drops, offloads = _NAMES["recompute_modules"], _NAMES["offload_modules"]
+    recomputed = [module for module, names in drops.items() if wanted[Fate.RECOMPUTE] & set(names)]
     if "moe" in recomputed and "moe_act" in recomputed:
         recomputed.remove("moe_act")  # it is within the other
-    dropped = {name for module in recomputed for name in _MODULES[module]}
+    dropped = {name for module in recomputed for name in drops[module]}
     left = (wanted[Fate.SWAP] | wanted[Fate.RECOMPUTE]) - dropped
-    offloaded = [module for module, names in _OFFLOADED.items() if wanted[Fate.SWAP] & left & set(names)]
-    reached = {name for module in offloaded for name in _OFFLOADED[module]}
+    offloaded = [module for module, names in offloads.items() if wanted[Fate.SWAP] & left & set(names)]
+    reached = {name for module in offloaded for name in offloads[module]}
     return recomputed, offloaded, sorted(left - reached)
 
 

@@ -115,10 +115,6 @@ class Place:
         return self.tokens // (self.layout.tensor if self.config.sequence_parallel else 1)
 
     @property
-    def product_dtype(self) -> str:
-        return "float8" if self.config.precision == "fp8" else "bfloat16"
-
-    @property
     def hand_over_bytes(self) -> int:
         """Of the activations between two stages."""
         return 2 * self.residual_tokens * self.shape.hidden
@@ -176,11 +172,11 @@ class _Maker:
         else:
             latent = shape.latent
             if latent.query_rank:
-                self._project("n1", {"cq": latent.query_rank}, is_split=True, narrow=True)
+                self._project("n1", {"cq": latent.query_rank}, narrow=True)
                 self._project("cq", {"q": queries}, short=latent.query_rank)
             else:
                 self._project("n1", {"q": queries}, gathered=True)
-            self._project("n1", {"ckv": latent.key_rank + latent.rope_width}, is_split=True, narrow=True)
+            self._project("n1", {"ckv": latent.key_rank + latent.rope_width}, narrow=True)
             self._project(
                 "ckv",
                 {"k": keys, "v": values},
@@ -193,8 +189,7 @@ class _Maker:
             "projection", ("a",), out * shape.hidden, out + place.tokens * shape.hidden,
             heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._sum_seconds(),
         )  # fmt: skip
-        self.nbytes["x2"] = self.nbytes["x1"]
-        self.recipes["x2"] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, ("x1", "a"))
+        self._made("x2", self.nbytes["x1"], "x1", "a")
         self.num_attention_ops = len(self.ops)
         self._norm("norm2", "x2", "n2")
 
@@ -208,11 +203,9 @@ class _Maker:
             up, (reads,), tokens * hidden * wide, tokens * (hidden + wide), hidden * wide, makes=(h,),
             collective=collective,
         )  # fmt: skip
-        self.nbytes[h] = int(tokens * wide) * self._saved_width()
-        self.recipes[h] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, (reads,))
+        self._made(h, int(tokens * wide) * self._saved_width(), reads)
         self._traffic(act, 2 * tokens * (wide + columns), (h,), (g,))
-        self.nbytes[g] = int(tokens * columns) * self._saved_width()
-        self.recipes[g] = (self.ops[-1].seconds, (h,))
+        self._made(g, int(tokens * columns) * self._saved_width(), h)
         self.inner_names.append(g)
         self._product(
             f"{prefix}down", (g,), tokens * columns * hidden, tokens * (hidden + columns), hidden * columns,
@@ -274,26 +267,25 @@ class _Maker:
     def _norm(self, name: str, reads: str, makes: str) -> None:
         elements = self.place.residual_tokens * self.place.shape.hidden
         self._traffic(name, 2 * 2 * elements, (reads,), (makes,))
-        self.nbytes[makes] = elements * self._saved_width()
-        self.recipes[makes] = (self.ops[-1].seconds, (reads,))
+        self._made(makes, elements * self._saved_width(), reads)
 
     def _project(
         self,
         source: str,
         columns_of: dict[str, float],
         *,
-        is_split: bool = False,
         gathered: bool = False,
         short: int = 0,
         columns: float | None = None,
         narrow: bool = False,
     ) -> None:
         """One product whose columns are several saved activations. `gathered`: of all tokens' hidden states. `short`:
-        of all tokens' short vectors of this width. `narrow`: only products read them again."""
+        of all tokens' short vectors of this width. `narrow`: of the rank's part of the tokens, and
+        only products read them again."""
         place = self.place
         rows = self._rows(source)
         total = sum(columns_of.values()) if columns is None else columns
-        tokens = place.residual_tokens if is_split else place.tokens
+        tokens = place.residual_tokens if narrow else place.tokens
         self._product(
             "to_" + "".join(columns_of), (source,), tokens * rows * total, tokens * (rows + total), rows * total,
             makes=tuple(columns_of),
@@ -322,7 +314,6 @@ class _Maker:
         ring = ring_seconds(
             place.cluster, place.layout.context, place.layout.context * exchanged, stride=place.layout.tensor
         )
-        self.nbytes["a"] = int(2 * place.tokens * heads * shape.value_width)
         self.ops.append(
             Op(
                 name="attention",
@@ -334,7 +325,12 @@ class _Maker:
                 collective_seconds=max(0.0, ring - seconds),  # keys come while those that are there are worked on
             )
         )
-        self.recipes["a"] = (seconds + self.ops[-1].collective_seconds, ("q", "k", "v"))
+        self._made("a", int(2 * place.tokens * heads * shape.value_width), "q", "k", "v")
+
+    def _made(self, name: str, nbytes: int, *sources: str) -> None:
+        """The last operator has made this, and makes it again from `sources`."""
+        self.nbytes[name] = nbytes
+        self.recipes[name] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, sources)
 
     def _product(
         self,
@@ -348,7 +344,7 @@ class _Maker:
         collective: float = 0.0,
         fp8: bool = True,
     ) -> None:
-        dtype = self.place.product_dtype if fp8 else "bfloat16"
+        dtype = "float8" if fp8 and self.place.config.precision == "fp8" else "bfloat16"
         seconds = self.place.hardware.op_seconds(2.0 * multiplications, 2.0 * (elements + weights), dtype)
         self.ops.append(
             Op(

@@ -16,6 +16,7 @@ Not covered: tensor ranks inside an expert, uneven groups.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from lowtide.cluster.shape import ModelShape
-from lowtide.config.run import AXES, SCHEDULES, ParallelConfig
+from lowtide.config.run import SCHEDULES, ParallelConfig
 from lowtide.errors import ConfigError
 from lowtide.pipeline.generators import MOST_FORWARDS, make_schedule
 from lowtide.pipeline.live_chunks import live_mixes
@@ -321,10 +322,7 @@ def _candidates(
                 data=data,
                 schedule=schedule,
             )
-            shards = pinned.get("optimizer_shards", made.shared_ranks)
-            yield Layout(
-                **{axis: getattr(made, axis) for axis in AXES} | {"optimizer_shards": shards}, schedule=schedule
-            )
+            yield dataclasses.replace(made, optimizer_shards=pinned.get("optimizer_shards", made.shared_ranks))
 
 
 def _schedules(config: ParallelConfig, pipeline: int, *, has_exchange: bool) -> list[tuple[str, int]]:

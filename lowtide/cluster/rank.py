@@ -14,7 +14,7 @@ their mix of stages; the mix with the most bytes is planned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lowtide.cluster.layer import Layer
@@ -84,7 +84,7 @@ Memory = dict[RankAtWorst, PlannedRank | None]
 
 def plan_rank(task: RankAtWorst, layers: Mapping[str, Layer], link: Link, memory: Memory) -> PlannedRank | None:
     """The fastest plan of a rank within its budget; None: there is none."""
-    full_bytes = _saved_bytes(task, task.chunks, layers)
+    full_bytes = saved_bytes_of(task, task.chunks, layers)
     base_bytes = _base_bytes(task, layers)
     room_bytes = task.budget_bytes - base_bytes
     if room_bytes < 0:
@@ -93,7 +93,7 @@ def plan_rank(task: RankAtWorst, layers: Mapping[str, Layer], link: Link, memory
     if not full_bytes or (full_bytes + head_bytes <= room_bytes and Fate.KEEP in task.fates):
         return _all_kept(task, layers, full_bytes)
     chunks = _fewer(task)
-    saved_bytes = _saved_bytes(task, chunks, layers)
+    saved_bytes = saved_bytes_of(task, chunks, layers)
     if chunks != task.chunks:
         room_bytes = room_bytes * _ROOMS // full_bytes * saved_bytes // _ROOMS
     loads = replace(task, chunks=chunks, state_bytes=0, budget_bytes=room_bytes)
@@ -152,7 +152,7 @@ def least_bytes(task: RankAtWorst, layers: Mapping[str, Layer]) -> int:
     """What no plan goes below: the state and the temporaries, and what the backward of one operator reads; where
     nothing may be swapped, the input of each layer."""
     if task.fates == (Fate.KEEP,):
-        return _base_bytes(task, layers) + _saved_bytes(task, task.chunks, layers)
+        return _base_bytes(task, layers) + saved_bytes_of(task, task.chunks, layers)
     inputs = 0
     if Fate.SWAP not in task.fates:
         for stage, number in zip(task.stages, task.chunks, strict=True):
@@ -167,7 +167,8 @@ def _base_bytes(task: RankAtWorst, layers: Mapping[str, Layer]) -> int:
     )
 
 
-def _saved_bytes(task: RankAtWorst, chunks: tuple[int, ...], layers: Mapping[str, Layer]) -> int:
+def saved_bytes_of(task: RankAtWorst, chunks: tuple[int, ...], layers: Mapping[str, Layer]) -> int:
+    """Of so many chunks of each stage, with everything kept."""
     return sum(
         number * sum(layers[kind].saved_bytes for kind in stage.kinds)
         for stage, number in zip(task.stages, chunks, strict=True)
@@ -238,27 +239,26 @@ class _Builder:
                 self._tick(stage, 3 * head.head_seconds, head.head_bytes)
             for block in reversed(self._blocks(stage, chunk)):
                 self._backward(block)
-        return Step(ticks=tuple(self._ticks), num_forward_ticks=num_forward, items=self._items())
+        return Step(ticks=tuple(self._ticks), num_forward_ticks=num_forward, items=tuple(self._items()))
 
     def shares(self, fates: tuple[Fate, ...]) -> tuple[Mapping[str, Share], ...]:
         """Of each stage: kind of layer -> activation -> shares swapped and recomputed."""
-        counts: Counter[tuple[int, str, str, Fate | None]] = Counter()
-        for block, name, fate in zip(self.block_of_item, self._names, fates, strict=True):
-            counts[block.stage, block.kind, name, fate] += 1
-            counts[block.stage, block.kind, name, None] += 1
-        found: list[dict[str, Share]] = []
-        for stage, described in enumerate(self.loads.stages):
-            of_kind: dict[str, Share] = {}
-            for kind in dict.fromkeys(described.kinds):
-                of_kind[kind] = {
-                    name: (
-                        counts[stage, kind, name, Fate.SWAP] / max(counts[stage, kind, name, None], 1),
-                        counts[stage, kind, name, Fate.RECOMPUTE] / max(counts[stage, kind, name, None], 1),
-                    )
+        places = [(block.stage, block.kind, name) for block, name in zip(self.block_of_item, self._names, strict=True)]
+        counts, totals = Counter(zip(places, fates, strict=True)), Counter(places)
+
+        def share(place: tuple[int, str, str], fate: Fate) -> float:
+            return counts[place, fate] / max(totals[place], 1)
+
+        return tuple(
+            {
+                kind: {
+                    name: (share((stage, kind, name), Fate.SWAP), share((stage, kind, name), Fate.RECOMPUTE))
                     for name in self.layers[kind].nbytes
                 }
-            found.append(of_kind)
-        return tuple(found)
+                for kind in dict.fromkeys(described.kinds)
+            }
+            for stage, described in enumerate(self.loads.stages)
+        )
 
     def _blocks(self, stage: int, chunk: int) -> list[_Block]:
         return [_Block(stage, chunk, index, kind) for index, kind in enumerate(self.loads.stages[stage].kinds)]
@@ -287,10 +287,9 @@ class _Builder:
                 self._reads.setdefault((block, name), []).append(len(self._ticks))
             self._tick(block.stage, op.input_seconds + op.weight_seconds + op.collective_seconds)
 
-    def _items(self) -> tuple[Item, ...]:
+    def _items(self) -> Iterator[Item]:
         keys = sorted(self._born, key=lambda key: (self._saved[key], self._born[key]))
         place = {key: index for index, key in enumerate(keys)}
-        items = []
         for block, name in keys:
             seconds, inputs = self.layers[block.kind].recipes.get(name, (0.0, ()))
             fates = [Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if inputs else [])]
@@ -299,18 +298,15 @@ class _Builder:
             is_made = Fate.RECOMPUTE in left
             self.block_of_item.append(block)
             self._names.append(name)
-            items.append(
-                Item(
-                    name=f"stage {block.stage} chunk {block.chunk} layer {block.index} {name}",
-                    nbytes=self.layers[block.kind].nbytes[name],
-                    born=self._born[block, name],
-                    saved=self._saved[block, name],
-                    dies=self._dies[block, name],
-                    reads=tuple(sorted(self._reads[block, name])),
-                    release=max(self._reads[block, name]) + 1,
-                    fates=left,
-                    recipe_seconds=seconds if is_made else 0.0,
-                    inputs=tuple(place[block, source] for source in inputs) if is_made else (),
-                )
+            yield Item(
+                name=f"stage {block.stage} chunk {block.chunk} layer {block.index} {name}",
+                nbytes=self.layers[block.kind].nbytes[name],
+                born=self._born[block, name],
+                saved=self._saved[block, name],
+                dies=self._dies[block, name],
+                reads=tuple(sorted(self._reads[block, name])),
+                release=max(self._reads[block, name]) + 1,
+                fates=left,
+                recipe_seconds=seconds if is_made else 0.0,
+                inputs=tuple(place[block, source] for source in inputs) if is_made else (),
             )
-        return tuple(items)

@@ -7,6 +7,7 @@ rates of the device and of the cluster with their sources, and what a parameter 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -186,14 +187,9 @@ def _time_lines(plan: LayoutPlan) -> Iterator[str]:
 def _rank_lines(plan: LayoutPlan, width: int | None) -> list[str]:
     head = ("ranks", "layers", "in flight", "state", "activations", "kept", "swapped", "recomputed", "peak")
     rows: list[tuple[str, ...]] = [head]
-    start = 0
-    while start < len(plan.ranks):
-        end = start + 1
-        while end < len(plan.ranks) and _looks(plan.ranks[end]) == _looks(plan.ranks[start]):
-            end += 1
-        rank = plan.ranks[start]
-        rows.append((f"{start}-{end - 1}" if end - start > 1 else str(start), *_looks(rank)))
-        start = end
+    for looks, alike in itertools.groupby(range(len(plan.ranks)), key=lambda rank: _looks(plan.ranks[rank])):
+        first, *others = alike
+        rows.append((f"{first}-{others[-1]}" if others else str(first), *looks))
     inner = None if width is None else width - 2
     return [f"  {line}" for line in align(rows, numeric=tuple(range(len(head))), width=inner)]
 

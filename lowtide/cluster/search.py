@@ -25,7 +25,7 @@ from typing import Literal
 
 from lowtide.cluster.layer import Layer, Place, make_layer
 from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of, split_layers
-from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, plan_rank
+from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, plan_rank, saved_bytes_of
 from lowtide.cluster.shape import ModelShape
 from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
 from lowtide.config.run import ParallelConfig
@@ -339,7 +339,8 @@ class Planner:
     def plan(self, draft: Draft) -> LayoutPlan | None:
         """The layout with a plan for each rank; None: one of them does not fit."""
         # The fullest rank first: where it does not fit, the others need no plan.
-        order = sorted(range(len(draft.tasks)), key=lambda rank: -_fullness(draft, rank))
+        held = [task.state_bytes + saved_bytes_of(task, task.chunks, draft.layers) for task in draft.tasks]
+        order = sorted(range(len(draft.tasks)), key=lambda rank: -held[rank])
         by_rank: dict[int, PlannedRank] = {}
         for rank in order:
             found = plan_rank(draft.tasks[rank], draft.layers, self.question.hardware.link, draft.memory)
@@ -464,15 +465,6 @@ class Planner:
             gradients = max(gradients, exchange)
             optimizer = max(optimizer, stepped * traffic / self._hardware.memory_bytes_per_second)
         return gradients, optimizer
-
-
-def _fullness(draft: Draft, rank: int) -> float:
-    task = draft.tasks[rank]
-    saved = sum(
-        number * sum(draft.layers[kind].saved_bytes for kind in stage.kinds)
-        for stage, number in zip(task.stages, task.chunks, strict=True)
-    )
-    return task.state_bytes + saved
 
 
 def _all_again(times: StageTimes, stage: Stage, layers: Mapping[str, Layer]) -> StageTimes:

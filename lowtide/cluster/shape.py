@@ -40,9 +40,9 @@ class Experts:
     num: int
     top_k: int
     inner: int
-    shared_inner: int
+    shared_inner: int = 0
     """Of experts that every token goes to, all together; 0: none."""
-    most_nodes: int | None
+    most_nodes: int | None = None
     """A token goes to experts of at most so many groups; None: of any."""
 
 
@@ -151,8 +151,6 @@ def shape_of(config: Any) -> ModelShape:
             num=config.num_local_experts,
             top_k=config.num_experts_per_tok,
             inner=config.intermediate_size,
-            shared_inner=0,
-            most_nodes=None,
         )
         return ModelShape(**common | {"kinds": (MOE,) * config.num_hidden_layers}, **plain, experts=experts)
     if kind == "qwen3_moe":
@@ -160,8 +158,6 @@ def shape_of(config: Any) -> ModelShape:
             num=config.num_experts,
             top_k=config.num_experts_per_tok,
             inner=config.moe_intermediate_size,
-            shared_inner=0,
-            most_nodes=None,
         )
         sparse = tuple(
             MOE if index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0 else DENSE

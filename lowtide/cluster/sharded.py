@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, layer_of
 from lowtide.timeline.hardware import Cluster, Hardware, ring_seconds
 
 _TWO = 2
@@ -60,7 +60,7 @@ def play_network(
     for is_backward, operators in itertools.groupby(
         enumerate(zip(profile.op_names, profile.op_seconds, strict=True)), lambda op: op[0] >= profile.num_forward_ops
     ):
-        units = itertools.groupby((op for _, op in operators), lambda op: _unit_of(op[0], layer_bytes))
+        units = itertools.groupby((op for _, op in operators), lambda op: layer_of(op[0], layer_bytes))
         segments = [(unit, sum(seconds for _, seconds in of_unit)) for unit, of_unit in units]
         _run(step, segments, layer_bytes, is_backward=is_backward)
     step.copy_in(root_bytes)
@@ -171,7 +171,7 @@ def sharded_profile(profile: Profile, layer_bytes: Mapping[str, int], sharding: 
     most = max(layer_bytes.values(), default=0)
     gathered: list[int] = []
     for number, name in enumerate(profile.op_names):
-        unit = _unit_of(name, layer_bytes)
+        unit = layer_of(name, layer_bytes)
         is_backward = number >= profile.num_forward_ops
         here = root_bytes
         if unit is not None:
@@ -201,12 +201,3 @@ def sharded_profile(profile: Profile, layer_bytes: Mapping[str, int], sharding: 
         op_bytes=op_bytes,
         op_gradient_bytes=op_gradients,
     )
-
-
-def _unit_of(name: str, layer_bytes: Mapping[str, int]) -> str | None:
-    # The layer's own path is as long as the keys' is: `model.layers.12.mlp.mul`.
-    for length in sorted({key.count(".") + 1 for key in layer_bytes}):
-        head = ".".join(name.split(".")[:length])
-        if head in layer_bytes:
-            return head
-    return None

@@ -169,15 +169,15 @@ class MemoryConfig:
         """Whether there is something to plan for."""
         return self.budget is not None
 
-    def settled(self, memory: Callable[[], DeviceMemory]) -> Settled:
-        """The same section with its budget in bytes, for a device with that `memory`. `memory` is called only if the
-        budget is a share or `auto`. There must be a budget. Raises `ConfigError` for one of no bytes."""
+    def settled(self, memory: Callable[[], DeviceMemory]) -> tuple[MemoryConfig, int, str]:
+        """The same section with its budget in bytes, these bytes, and how they came about for people: empty where bytes
+        are written. `memory` of the device is asked for only if the budget is a share or `auto`. There must be a
+        budget. Raises `ConfigError` for one of no bytes."""
         assert self.budget is not None
         if isinstance(self.budget, int):
-            return Settled(config=self, budget_bytes=self.budget)
+            return self, self.budget, ""
         budget_bytes, line = settle(self.budget, memory())
-        config = dataclasses.replace(self, budget=budget_bytes)
-        return Settled(config=config, budget_bytes=budget_bytes, line=line)
+        return dataclasses.replace(self, budget=budget_bytes), budget_bytes, line
 
     @property
     def recomputes_freely(self) -> bool:
@@ -219,17 +219,6 @@ class MemoryConfig:
         where = self.locations.of(path)
         pattern = Pattern.parse(text, where=where)
         return Rule(pattern=pattern, fate=fate, prefetch=prefetch, tier=tier, where=where)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """A `memory` section whose budget is bytes."""
-
-    config: MemoryConfig
-    """Its `budget` is `budget_bytes`."""
-    budget_bytes: int
-    line: str = ""
-    """How the budget came about, for people; empty where it was written as bytes."""
 
 
 def check_unit(where: str, budget: Budget | None) -> None:

@@ -116,7 +116,6 @@ class DataConfig:
     files: tuple[str, ...] = ()
     """Paths or globs, concatenated in this order (a glob: sorted). Empty: the standard library's .py files."""
     sequence_length: int = 256
-    places: Locations = field(default_factory=Locations, compare=False)
 
     def __post_init__(self) -> None:
         _within(self, "sequence_length", 2)
@@ -166,7 +165,6 @@ class TrainConfig:
     """Which lowtide engine moves memory; null: the one of the device. Only with a `memory` section."""
     threads: int | None = None
     """Threads of the CPU; null: torch's choice."""
-    places: Locations = field(default_factory=Locations, compare=False)
 
     def __post_init__(self) -> None:
         for name in (
@@ -275,7 +273,6 @@ class PipelineConfig:
     """How layers are dealt to stages: equally many, balanced by their time, or so many to each stage."""
     overlap: bool = False
     """Whether the halves of a pair take turns, so that each hides the other's exchange of rows between experts."""
-    places: Locations = field(default_factory=Locations, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches"):

@@ -162,7 +162,8 @@ def read_yaml(path: str | os.PathLike[str]) -> RawValue:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         problem = error.problem or error.context or ""
-        raise ConfigError(f"{place}: not valid YAML: {problem}; {_yaml_fix(problem)}") from None
+        fix = next((fix for part, fix in _YAML_FIXES if part in problem), _YAML_FIX)
+        raise ConfigError(f"{place}: not valid YAML: {problem}; {fix}") from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             f"{name}: not valid YAML: character {error.position + 1}: {error.reason}; remove it"
@@ -171,10 +172,6 @@ def read_yaml(path: str | os.PathLike[str]) -> RawValue:
         raise
     except (ValueError, OverflowError):  # PyYAML's own, for "\\U00110000" and for a %YAML version without end
         raise ConfigError(f"{name}: not valid YAML: a character or a version that does not exist; remove it") from None
-
-
-def _yaml_fix(problem: str) -> str:
-    return next((fix for part, fix in _YAML_FIXES if part in problem), _YAML_FIX)
 
 
 def read_mapping(value: object, path: str) -> RawValue:

@@ -6,10 +6,11 @@ Frozen data, below `plan.py` and below the table that prints it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.json_text import OLD_NAME
+from lowtide.core.profile import Site, StayingBytes
 from lowtide.core.recipe import Codec, Recipe, RetainedInput
 from lowtide.units import format_bytes, format_seconds
 
@@ -48,6 +49,12 @@ class SiteDecision:
     lost."""
     reason: str
     """One short phrase: the rule and where it was written, or what spoke against it."""
+
+    @classmethod
+    def of(cls, node: Site | StayingBytes, fate: Fate, reason: str, **more: Any) -> SiteDecision:
+        """Of an activation of a profile."""
+        own: Any = {"name": node.name, "layer": node.layer, "nbytes": node.nbytes, "dtype": node.dtype}
+        return cls(**own, fate=fate, reason=reason, **more)
 
     @property
     def stored_bytes(self) -> int:

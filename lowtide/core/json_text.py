@@ -74,7 +74,8 @@ def _reader(want: Any) -> _Read:
     if origin in (Union, types.UnionType):
         inner = [member for member in members if member is not type(None)]
         assert len(inner) == 1 and len(members) == 2, f"unsupported field type {want}"
-        return _optional(_reader(inner[0]))
+        read = _reader(inner[0])
+        return lambda value: None if value is None else read(value)
     if origin is Literal:
         return _one_of({choice: choice for choice in members})
     if origin is tuple:
@@ -98,10 +99,6 @@ def _scalar(want: Any) -> _Read:
         return value
 
     return read
-
-
-def _optional(read: _Read) -> _Read:
-    return lambda value: None if value is None else read(value)
 
 
 def _one_of(choices: dict[Any, Any]) -> _Read:

@@ -248,22 +248,21 @@ def _codec_line(plan: Plan) -> str:
     )
 
 
-def _contents(plan: Plan) -> list[str]:
+def _contents(plan: Plan) -> Iterator[str]:
     num_layers = len(plan.layers)
     num_retained_inputs = sum(site.retained_input is not None for site in plan.sites)
     num_sites = len(plan.sites) - num_retained_inputs
     observed = f"{num_sites} {plural('site', num_sites)}" if plan.sites else "no step observed yet"
-    parts = [f"{num_layers} {plural('layer', num_layers)}", observed]
+    yield from (f"{num_layers} {plural('layer', num_layers)}", observed)
     if num_retained_inputs:
-        parts.append(f"{num_retained_inputs} {plural('retained input', num_retained_inputs)}")
-    parts.append(f"storages below {format_bytes(plan.min_bytes)} are kept")
+        yield f"{num_retained_inputs} {plural('retained input', num_retained_inputs)}"
+    yield f"storages below {format_bytes(plan.min_bytes)} are kept"
     if plan.host_budget_bytes is not None:
-        parts.append(f"host budget {format_bytes(plan.host_budget_bytes)}")
+        yield f"host budget {format_bytes(plan.host_budget_bytes)}"
     if plan.disk_budget_bytes is not None:
-        parts.append(f"disk budget {format_bytes(plan.disk_budget_bytes)}")
+        yield f"disk budget {format_bytes(plan.disk_budget_bytes)}"
     if plan.disk_path is not None:
-        parts.append(f"disk path {plan.disk_path}")
-    return parts
+        yield f"disk path {plan.disk_path}"
 
 
 def _rule_lines(plan: Plan, width: int | None) -> list[str]:
@@ -290,18 +289,16 @@ def _unobserved_lines(plan: Plan, width: int | None) -> list[str]:
     return align(cells, numeric=(), width=width)
 
 
-def _site_rows(plan: Plan) -> list[_SiteRow]:
+def _site_rows(plan: Plan) -> Iterator[_SiteRow]:
     by_layer: dict[str | None, list[SiteDecision]] = {layer: [] for layer in plan.layers}
     for site in plan.sites:
         by_layer.setdefault(site.layer if site.layer in by_layer else None, []).append(site)
     keys = [_signature(layer, by_layer[layer]) for layer in plan.layers]
-    rows = []
     for first, last in runs(plan.layers, keys):
         sites = [site for layer in plan.layers[first : last + 1] for site in by_layer[layer]]
-        rows.append(_row(layers_label(plan.layers, first, last), last - first + 1, sites, is_solved=plan.is_solved))
+        yield _row(layers_label(plan.layers, first, last), last - first + 1, sites, is_solved=plan.is_solved)
     if by_layer.get(None):
-        rows.append(_row(_OUTSIDE, 1, by_layer[None], is_solved=plan.is_solved))
-    return rows
+        yield _row(_OUTSIDE, 1, by_layer[None], is_solved=plan.is_solved)
 
 
 def _signature(layer: str, sites: Iterable[SiteDecision]) -> Hashable:
@@ -353,7 +350,7 @@ def _names_by_bytes(sites: Sequence[SiteDecision]) -> list[str]:
 
 
 def _table(plan: Plan, width: int | None) -> list[str]:
-    rows = _site_rows(plan)
+    rows = list(_site_rows(plan))
     total = _SiteRow(
         label="total",
         fate="",

@@ -362,3 +362,14 @@ class Shift:
     def end(self, index: int) -> int:
         """The end of a lifetime: it comes before what is inserted at its place."""
         return index + self._sums[bisect.bisect_left(self._points, index)]
+
+
+def layer_of(name: str, layers: Iterable[str]) -> str | None:
+    """The layer that a name lies in."""
+    parts = name.split(".")
+    known = set(layers)
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in known:
+            return prefix
+    return None

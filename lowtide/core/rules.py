@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,7 +183,7 @@ def _parse_segment(text: str) -> Segment:
     if not text:
         raise ValueError("nothing between two dots; write '*' for any one name")
     if _INDEX_CHARACTERS.fullmatch(text):
-        return Segment(text=text, ranges=_parse_ranges(text))
+        return Segment(text=text, ranges=tuple(_parse_ranges(text)))
     if "**" in text:
         raise ValueError("'**' is not needed; a pattern covers everything below what it names")
     forbidden = _FORBIDDEN.search(text)
@@ -202,16 +202,14 @@ def _glob(text: str) -> re.Pattern[str]:
     return re.compile(first + "".join(f"(?>.*?{piece})" for piece in middle) + ".*" + last)
 
 
-def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+def _parse_ranges(text: str) -> Iterator[tuple[int, int]]:
     if not _INDEX_LIST.fullmatch(text):
         raise ValueError(f"'{text}' is not a range or a list of indices; write 0-15 or 0,2,5-7")
-    ranges = []
     for piece in text.split(","):
         first, _, last = piece.partition("-")
         if last and int(last) < int(first):
             raise ValueError(f"the range '{piece}' is backwards; write {last}-{first}")
-        ranges.append((int(first), int(last or first)))
-    return tuple(ranges)
+        yield int(first), int(last or first)
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ Cost: the observed step. Not covered: DTensor parameters of FSDP2 and of tensor 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +35,7 @@ from lowtide.mindformers.plan_rows import FilePlan, table
 from lowtide.mindformers.schema import Resolution, Sections
 from lowtide.mindformers.schema.grid import make_grid
 from lowtide.mindformers.schema.issues import Issues, layers_text
-from lowtide.mindformers.sharding import KEY_SLICES, Resharding, Slices, tensor_parallel_group
+from lowtide.mindformers.sharding import KEY_SLICES, resharded, slice_instead_of, tensor_parallel_group
 from lowtide.pipeline.schedule import Schedule, as_v
 from lowtide.profiling.layers import find_layers, is_numbered, named_layers
 from lowtide.runtime.session.apply import checked
@@ -198,9 +200,10 @@ class FilePlans:
         """Lines that were said."""
         # As rules: the loss is left alone unless the section says otherwise.
         rules = dataclasses.replace(memory or MemoryConfig(), budget=None, recompute=None, swap=None)
-        self._loss = attach_where(tides.model, **rules.slices_loss)
-        self._resharding = Resharding(tides.model, resolution, layers)
-        self._tp_group, self._notes_about_slices = slicing
+        self._undo = contextlib.ExitStack()
+        self._undo.enter_context(attach_where(tides.model, **rules.slices_loss))
+        self._tp_group, notes = slicing
+        self._notes = [*resolution.notes, *resharded(tides.model, resolution, layers, self._undo), *notes]
 
     @property
     def profile(self) -> Profile | None:
@@ -253,11 +256,10 @@ class FilePlans:
         It stays as written. A site whose recipe does not hold is kept; `tide.failed_recipes` names it.
         """
         self.file_plan = plan_sections(profile, self.resolution, self._memory)
-        notes = [*self.resolution.notes, *self._resharding.notes, *self._notes_about_slices, *self.file_plan.notes]
         for line in [
             *self.resolution.log_lines,
             *(f"warning: {text}" for text in self.resolution.warnings),
-            *(f"note: {text}" for text in notes),
+            *(f"note: {text}" for text in (*self._notes, *self.file_plan.notes)),
             *table(self.file_plan.rows),
         ]:
             self._say_once(line)
@@ -277,7 +279,7 @@ class FilePlans:
         """Inputs are sliced, and results of collectives kept, where the file asks for it. There is no guard: nothing
         happens that is not written."""
         if self._tp_group is not None:
-            tide._context.slices = Slices(self._tp_group, self._say_once).instead_of
+            tide._context.slices = functools.partial(slice_instead_of, group=self._tp_group, say=self._say_once)
         if self.resolution.keeps_collectives:
             tide.keep_collectives()
 
@@ -297,8 +299,7 @@ class FilePlans:
         """Also: FSDP2's modules have their own settings again, and the model its own loss."""
         for shape in self._table:
             shape.retire()
-        self._resharding.undo()
-        self._loss.close()
+        self._undo.close()
 
     def _say_once(self, line: str) -> None:
         if line not in self._told:

@@ -25,7 +25,7 @@ Cost: the names times the parts of a layer. Not covered: translating names (the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lowtide.config.memory import MemoryConfig
@@ -88,7 +88,10 @@ class _Planner:
     def planned(self) -> FilePlan:
         numbers = [layer.index for layer in self.resolution.layers]  # a stage of a pipeline does not start at 0
         self.names = dict(zip(numbers, self.profile.layers, strict=True))
-        self.by_layer = {index: self._nodes_of(name) for index, name in self.names.items()}
+        nodes = self.profile.nodes
+        self.by_layer = {
+            index: [node for node in nodes if node.name.startswith(f"{name}.")] for index, name in self.names.items()
+        }
         for layer in self.resolution.layers:
             self._swap(layer)
             self._recompute(layer)
@@ -100,7 +103,7 @@ class _Planner:
             rules=Rules(tuple(self._layer_rule(layer) for layer in self.resolution.layers if _is_rerun(layer))),
             min_bytes=self.memory.least_bytes if self.memory else 0,
             **(self.memory.tier_limits if self.memory else {}),
-            sites=self._decisions(),
+            sites=tuple(self._decisions()),
             is_solved=True,
             loss=self.profile.loss,
         )
@@ -109,9 +112,6 @@ class _Planner:
     def _layer_rule(self, layer: LayerPlan) -> Rule:
         pattern = Pattern.parse(self.names[layer.index])
         return Rule(pattern=pattern, fate=Fate.RECOMPUTE, where=layer.why[LAYER])
-
-    def _nodes_of(self, name: str) -> list[Site]:
-        return [node for node in self.profile.nodes if node.name.startswith(f"{name}.")]
 
     def _within(self, layer: LayerPlan, part: str) -> list[Site]:
         """The nodes that a part of a layer produces."""
@@ -260,32 +260,25 @@ class _Planner:
 
     # ---- what comes out
 
-    def _decisions(self) -> tuple[SiteDecision, ...]:
+    def _decisions(self) -> Iterator[SiteDecision]:
         unnamed = _Fate(Fate.KEEP, None, "no rule names it")
         fates = {node.name: self.fates.get(node.name, unnamed) for node in self.profile.nodes}
         found = {node.name: fates[node.name].recipe_of(node) for node in self.profile.nodes}
         recipes = {name: recipe for name, recipe in found.items() if recipe is not None}
         needed = needed_retained_inputs(self.profile, recipes)
-        result = []
         for node in self.profile.nodes:
             if node.retained_input is not None and node.name not in needed:
                 continue
             fate, recipe = fates[node.name], recipes.get(node.name)
-            result.append(
-                SiteDecision(
-                    name=node.name,
-                    layer=node.layer,
-                    nbytes=node.nbytes,
-                    dtype=node.dtype,
-                    fate=fate.fate,
-                    prefetch=fate.prefetch if fate.fate is Fate.SWAP else None,
-                    retained_input=node.retained_input,
-                    recipe=recipe,
-                    cost_seconds=recipe.seconds if recipe else 0.0,
-                    reason=fate.reason,
-                )
+            yield SiteDecision.of(
+                node,
+                fate.fate,
+                fate.reason,
+                prefetch=fate.prefetch if fate.fate is Fate.SWAP else None,
+                retained_input=node.retained_input,
+                recipe=recipe,
+                cost_seconds=recipe.seconds if recipe else 0.0,
             )
-        return tuple(result)
 
     def _rows(self) -> tuple[Row, ...]:
         sizes: dict[tuple[int, str, Fate], int] = {}

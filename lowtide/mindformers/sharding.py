@@ -4,7 +4,7 @@
 
 What: after a module's forward FSDP2 either shards its parameters again (and gathers them a second time before the
 backward), or keeps them whole until then. In recomputed layers true asks for the first, false for the second. Where the
-file does not have the key, FSDP2 stays as the user built it. `undo` gives each module its own setting back.
+file does not have the key, FSDP2 stays as the user built it.
 Why here: what reads these parameters in backward is the layer that runs again.
 Cost of true: one all-gather a layer and step; of false: the layer's parameters from forward to backward.
 Not covered: recomputed single ops, and modules that shard several layers as one.
@@ -28,6 +28,7 @@ swapped inputs (those stay whole), and inputs that begin to differ between ranks
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import storage_key, version_of
 
 KEY_SLICES = "recompute_slice_activation"
+KEY_GATHERS = "parallel_optimizer_comm_recompute"
 _MAX_CHUNK = 2**20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Any odd number will do: as a factor it makes the sum depend on the order.
@@ -83,67 +85,62 @@ class InputSlice:
         return flat.untyped_storage()
 
 
-class Slices:
-    """Cuts the inputs of recomputed layers of one tide."""
+def slice_instead_of(
+    handle: Any,
+    tensor: torch.Tensor,
+    parts: Parts,
+    where: str,
+    *,
+    group: Any,
+    say: Callable[[str], None],
+    counters: Counters,
+    ledger: Ledger,
+    compares: bool,
+) -> Any:
+    """The handle on an input of layer `where`: `handle`, or one on this rank's slice of it. Collective with `compares`.
 
-    def __init__(self, group: Any, say: Callable[[str], None]) -> None:
-        self.group = group
-        self.say = say
-
-    def instead_of(
-        self,
-        handle: Any,
-        tensor: torch.Tensor,
-        parts: Parts,
-        where: str,
-        *,
-        counters: Counters,
-        ledger: Ledger,
-        compares: bool,
-    ) -> Any:
-        """The handle on an input of layer `where`: `handle`, or one on a slice. Collective with `compares`.
-
-        Raises ConfigError on every rank if the ranks have different inputs.
-        """
-        if not is_plain(tensor) or not tensor.is_floating_point() or not tensor.requires_grad:
-            return handle
-        storage = tensor.untyped_storage()
-        known = parts.get(storage_key(storage))
-        if known is not None and not known[0].expired() and known[1] == version_of(tensor):
-            return Shared(known[2], tensor)
-        if type(handle) is not Kept or not handle.is_first:
-            return handle
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        num_ranks = dist.get_world_size(self.group)
-        fits = tensor.numel() % num_ranks == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
+    Raises ConfigError on every rank if the ranks have different inputs.
+    """
+    if not is_plain(tensor) or not tensor.is_floating_point() or not tensor.requires_grad:
+        return handle
+    storage = tensor.untyped_storage()
+    known = parts.get(storage_key(storage))
+    if known is not None and not known[0].expired() and known[1] == version_of(tensor):
+        return Shared(known[2], tensor)
+    if type(handle) is not Kept or not handle.is_first:
+        return handle
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    num_ranks = dist.get_world_size(group)
+    fits = tensor.numel() % num_ranks == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
+    if compares:
+        # Also where it does not fit: all ranks must issue the same collectives.
+        _compare(group, flat.view(_BITS[tensor.element_size()]), where)
+    if not fits:
         if compares:
-            # Also where it does not fit: all ranks must issue the same collectives.
-            self._compare(flat.view(_BITS[tensor.element_size()]), where)
-        if not fits:
-            if compares:
-                self.say(
-                    f"note: {KEY_SLICES}: an input of '{where}' is kept whole; its {tensor.numel()} numbers are no "
-                    f"storage of their own that {num_ranks} ranks could share equally"
-                )
-            return handle
-        part = InputSlice(flat, self.group, ledger)
-        counters.kept_bytes += part.nbytes - storage.nbytes()
-        parts[storage_key(storage)] = (StorageWeakRef(storage), version_of(tensor), part)
-        return Shared(part, tensor)
+            say(
+                f"note: {KEY_SLICES}: an input of '{where}' is kept whole; its {tensor.numel()} numbers are no "
+                f"storage of their own that {num_ranks} ranks could share equally"
+            )
+        return handle
+    part = InputSlice(flat, group, ledger)
+    counters.kept_bytes += part.nbytes - storage.nbytes()
+    parts[storage_key(storage)] = (StorageWeakRef(storage), version_of(tensor), part)
+    return Shared(part, tensor)
 
-    def _compare(self, bits: torch.Tensor, where: str) -> None:
-        mine = torch.tensor([bits.numel(), _checksum(bits)], device=bits.device)
-        all_of_them = mine.new_empty(2 * dist.get_world_size(self.group))
-        dist.all_gather_into_tensor(all_of_them, mine, group=self.group)
-        checksums = all_of_them.view(-1, 2).tolist()
-        differing = next((rank for rank, entry in enumerate(checksums) if entry != checksums[0]), None)
-        if differing is None:
-            return
-        raise ConfigError(
-            f"{KEY_SLICES}: an input of '{where}' is not the same on ranks 0 and {differing} of the tensor-parallel "
-            "group, so a slice of it would give wrong gradients. With sequence parallelism each rank has its own slice "
-            f"already; set {KEY_SLICES} to false"
-        )
+
+def _compare(group: Any, bits: torch.Tensor, where: str) -> None:
+    mine = torch.tensor([bits.numel(), _checksum(bits)], device=bits.device)
+    all_of_them = mine.new_empty(2 * dist.get_world_size(group))
+    dist.all_gather_into_tensor(all_of_them, mine, group=group)
+    checksums = all_of_them.view(-1, 2).tolist()
+    differing = next((rank for rank, entry in enumerate(checksums) if entry != checksums[0]), None)
+    if differing is None:
+        return
+    raise ConfigError(
+        f"{KEY_SLICES}: an input of '{where}' is not the same on ranks 0 and {differing} of the tensor-parallel "
+        "group, so a slice of it would give wrong gradients. With sequence parallelism each rank has its own slice "
+        f"already; set {KEY_SLICES} to false"
+    )
 
 
 def _checksum(bits: torch.Tensor) -> int:
@@ -156,43 +153,30 @@ def _checksum(bits: torch.Tensor) -> int:
     return total
 
 
-KEY_GATHERS = "parallel_optimizer_comm_recompute"
-
-
-class Resharding:
-    """The setting of the FSDP2 modules in recomputed layers. In force until `undo()`."""
-
-    def __init__(self, model: nn.Module, resolution: Resolution, layers: Sequence[str]) -> None:
-        self.notes: list[str] = []
-        """Lines that say what has no effect, and why."""
-        self._before: list[tuple[Any, str, Any]] = []
-        # In a stage of a pipeline, plans have the whole model's layer numbers, and names have the stage's own.
-        recomputed = [(plan.index, name) for plan, name in zip(resolution.layers, layers, strict=True)
-                      if plan.full_recompute]  # fmt: skip
-        if resolution.gathers_again is None or not recomputed:
-            return
-        if not fsdp_modules(model):
-            if resolution.gathers_again:
-                self.notes.append(f"no effect: {KEY_GATHERS}; no parameters are sharded by FSDP2 in this model")
-            return
-        sharded = {index: fsdp_modules(model.get_submodule(name)) for index, name in recomputed}
-        for module in (module for modules in sharded.values() for module in modules):
-            self._before += after_forward(module)
-            module.set_reshard_after_forward(resolution.gathers_again, recurse=False)
-        untouched = [index for index, modules in sharded.items() if not modules]
-        if untouched:
-            self.notes.append(
-                f"no effect: {KEY_GATHERS} in {layers_text(untouched)}; no module there is sharded by itself"
-            )
-        kept = [index for index, modules in sharded.items() if modules and not resolution.gathers_again]
-        if kept:
-            self.notes.append(
-                f"{KEY_GATHERS} is false: the gathered parameters of {layers_text(kept)} stay on the device from "
-                "forward to backward; true frees them"
-            )
-
-    def undo(self) -> None:
-        """Give each module its own setting back. Idempotent."""
-        for owner, name, value in self._before:
-            setattr(owner, name, value)
-        self._before.clear()
+def resharded(model: nn.Module, resolution: Resolution, layers: Sequence[str], undo: contextlib.ExitStack) -> list[str]:
+    """Set FSDP2's modules in recomputed layers as the file says, until `undo` is closed. Lines that say what has no
+    effect, and why."""
+    # In a stage of a pipeline, plans have the whole model's layer numbers, and names have the stage's own.
+    recomputed = [(plan.index, name) for plan, name in zip(resolution.layers, layers, strict=True)
+                  if plan.full_recompute]  # fmt: skip
+    if resolution.gathers_again is None or not recomputed:
+        return []
+    if not fsdp_modules(model):
+        no_effect = f"no effect: {KEY_GATHERS}; no parameters are sharded by FSDP2 in this model"
+        return [no_effect] if resolution.gathers_again else []
+    sharded = {index: fsdp_modules(model.get_submodule(name)) for index, name in recomputed}
+    for module in (module for modules in sharded.values() for module in modules):
+        for owner, name, value in after_forward(module):
+            undo.callback(setattr, owner, name, value)
+        module.set_reshard_after_forward(resolution.gathers_again, recurse=False)
+    notes = []
+    untouched = [index for index, modules in sharded.items() if not modules]
+    if untouched:
+        notes.append(f"no effect: {KEY_GATHERS} in {layers_text(untouched)}; no module there is sharded by itself")
+    kept = [index for index, modules in sharded.items() if modules and not resolution.gathers_again]
+    if kept:
+        notes.append(
+            f"{KEY_GATHERS} is false: the gathered parameters of {layers_text(kept)} stay on the device from "
+            "forward to backward; true frees them"
+        )
+    return notes

@@ -91,9 +91,9 @@ def fit_stages(
     own = nn.ModuleList(pipeline.stages.values())
     wanted = ranks.all_do("its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
     settled = ranks.all_do("its budget", lambda: wanted.settled(lambda: memory_of_model(own, optimizer)))
-    config = settled.config
-    if settled.line and say is not None:
-        say(f"lowtide: rank {pipeline.rank}: {settled.line}")
+    config, budget_bytes, line = settled
+    if line and say is not None:
+        say(f"lowtide: rank {pipeline.rank}: {line}")
     whole = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None, keep=(), optimizer="keep"), ())
     chosen = choose_engine(engine, own, whole)
     placed = PlacedState(optimizer, chosen, "fit_stages")
@@ -118,7 +118,7 @@ def fit_stages(
             num_micro_batches=pipeline.schedule.num_micro_batches,
             state=state,
             between_bytes=between,
-            budget_bytes=settled.budget_bytes,
+            budget_bytes=budget_bytes,
             config=config,
             link=measure_link(chosen, device, place=str(config.disk_path or ""), cache=cache_path()),
         )

@@ -21,8 +21,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import AccountLine
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -32,9 +32,6 @@ from lowtide.planner.min_peak import quick_floor
 from lowtide.planner.problem import Problem, op_base_bytes, state_bytes
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve
 from lowtide.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "the optimizer's state"
 STEP, ACTIVATIONS, LOSS = "the optimizer's step", "activations", "the loss and other temporaries"
@@ -64,7 +61,7 @@ class Change:
     """It is worth saying only where it is faster than the change with this text."""
 
 
-PlanAgain = Callable[[Profile, "MemoryConfig"], Plan]
+PlanAgain = Callable[[Profile, MemoryConfig], Plan]
 
 
 def explained(

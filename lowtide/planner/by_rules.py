@@ -26,8 +26,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
@@ -35,9 +35,6 @@ from lowtide.planner.problem import Problem, fitting_min_bytes, make_problem
 from lowtide.planner.rerun_layers import can_rerun, run_again
 from lowtide.planner.smaller import form_of, is_form, with_codecs
 from lowtide.planner.state_items import StateShares
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _ALL = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
 NO_OTHER = "the rules leave no other fate"
@@ -84,8 +81,11 @@ def min_bytes_of(profile: Profile, config: MemoryConfig) -> int:
 
 def _left_rules(config: MemoryConfig, layers: tuple[str, ...]) -> Rules:
     """What names layers that run again has been carried out."""
-    rules = config.rules()
-    return Rules(tuple(rule for rule in rules.rules if not layers or not _is_about_layers(rule, layers)))
+
+    def is_about_layers(rule: Rule) -> bool:
+        return rule.fate is Fate.RECOMPUTE and any(rule.pattern.matches(name, is_site=False) for name in layers)
+
+    return Rules(tuple(rule for rule in config.rules().rules if not is_about_layers(rule)))
 
 
 def _allowed(
@@ -105,10 +105,6 @@ def _allowed(
             more = (Fate.RECOMPUTE,) if form_of(node.name) in forms else ()
             allowed[node.name] = ((*free, *more), why_not_free)
     return allowed
-
-
-def _is_about_layers(rule: Rule, layers: tuple[str, ...]) -> bool:
-    return rule.fate is Fate.RECOMPUTE and any(rule.pattern.matches(name, is_site=False) for name in layers)
 
 
 # -- what the runtime itself takes ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ gradient stands for as many bytes of state. From the first gradient on the devic
 and what the optimizer needs beside one of them.
 
 Each bucket is an item of the step that visits the device
-(`Item.visit_bytes`): needed where its last gradient is there, and fetched once a place is free, on the lane of
+(`Item.visit`): needed where its last gradient is there, and fetched once a place is free, on the lane of
 activations. So both share one link and one budget. The places hold the state of one layer, since gradients come in
 bursts: with three compute waits for every layer's MLP. The state of a parameter that fills `NUM_PLACES` of them (a
 vocabulary) may stay: it is needed at once, at the beginning of backward or after its end. All plans of an `optimize`
@@ -38,10 +38,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import AccountLine, OptimizerPlacement, WeightsPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile
@@ -51,11 +52,8 @@ from lowtide.planner.place_state import batch_tokens, bucket_size, bucket_tempor
 from lowtide.planner.problem import Problem
 from lowtide.planner.space import Found
 from lowtide.planner.state_items import NAME, StateShares
-from lowtide.timeline.step import Item, Link
+from lowtide.timeline.step import Item, Link, Visit
 from lowtide.units import format_bytes
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 NUM_PLACES = 8
 """At least, for buckets on the device, in a plan."""
@@ -162,7 +160,7 @@ class UpdatesInBackward(StateShares):
         )
 
     def added_to(self, problem: Problem, profile: Profile) -> Problem:
-        """`problem` of the freed step, with a visitor for each bucket (`Item.visit_bytes`): fetched when there is a
+        """`problem` of the freed step, with a visitor for each bucket (`Item.visit`): fetched when there is a
         place for it, needed when its own gradients are there. `profile`: the same step, with all gradients."""
         step, starts = problem.step, problem.starts
         last = len(starts) - 1
@@ -204,9 +202,7 @@ def visitor(name: str, nbytes: int, need: int, free: int, *, leave_bytes: int = 
         reads=(need,),
         release=need + 1,
         fates=(Fate.SWAP,),
-        visit_bytes=nbytes,
-        leave_bytes=leave_bytes,
-        fetch_from=free,
+        visit=Visit(nbytes=nbytes, leave_bytes=leave_bytes, fetch_from=free),
     )
 
 
@@ -292,8 +288,10 @@ class WeightsInTurn(UpdatesInBackward):
         here = [layer for layer in list(backward)[: NUM_LAYERS_HERE - 2] if layer in last]
         for item in self._visits(problem, backward, size, NUM_LAYERS_HERE - 2):
             layer = item.name.removeprefix(f"{WEIGHTS} ")
-            come = 1 if layer in here else item.visit_bytes  # it is there since its forward
-            items.append(dataclasses.replace(item, visit_bytes=come, leave_bytes=round(trained * item.visit_bytes)))
+            come = 1 if layer in here else item.visit.nbytes  # it is there since its forward
+            leave = round(trained * item.visit.nbytes)
+            visit = dataclasses.replace(item.visit, nbytes=come, leave_bytes=leave)
+            items.append(dataclasses.replace(item, visit=visit))
         step = dataclasses.replace(problem.step, items=(*problem.step.items, *items))
         return dataclasses.replace(problem, step=step)
 
@@ -400,8 +398,8 @@ def placement_of(found: Found, profile: Profile, link: Link, reason: str) -> Wei
     if not isinstance(shares, WeightsInTurn):
         return WeightsPlacement(moved_bytes=0, resident_bytes=total, reason=reason)
     waits = (event for event in found.events() if event.lane == "stall" and event.name.startswith(WEIGHTS))
-    in_bytes = sum(item.visit_bytes for item in step.items)
-    out_bytes = sum(item.leave_bytes for item in step.items)
+    in_bytes = sum(item.visit.nbytes for item in step.items)
+    out_bytes = sum(item.visit.leave_bytes for item in step.items)
     copies = max(in_bytes / link.in_bytes_per_second, out_bytes / link.out_bytes_per_second)
     tokens, seconds = batch_tokens(profile), timeline.step_seconds - timeline.stall_seconds
     return WeightsPlacement(

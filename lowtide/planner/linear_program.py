@@ -1,9 +1,7 @@
-"""A sparse linear program, solved by HiGHS (scipy), and its rows about memory and the link.
+"""A sparse linear program, solved by HiGHS (scipy), and what its rows about memory and the link are made of.
 
 What: `Linear` has columns with a cost and limits, and rows of a few terms; its answer is the least cost, as a number
-that is proven. `Moves` has what every share of the relaxation changes at which point. `watch_flow` makes rows of it
-that keep memory within a budget and the lanes within the time that passes; `watch_peak` asks for the smallest peak
-instead.
+that is proven. `Moves` has what every share of the relaxation changes at which point.
 
 Why it stays small: whatever is cumulative is a variable of its own, which adds its changes to its predecessor.
 Everything is in the program's units, so that numbers are near one. Cost: some seven columns and nine rows a point,
@@ -116,83 +114,7 @@ class Moves:
         return cls(next(rows), next(rows), next(rows), next(rows), next(rows), next(rows), [], [])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Points:
-    """The points, as ticks, what is known at each, and the link, in seconds of copying."""
-
-    ticks: NDArray[np.int64]
-    num_forward_ticks: int
-    plain: Floats
-    """Bytes with everything kept."""
-    seconds: Floats
-    """Compute since the point before."""
-    compute_share: float
-    """Seconds that compute loses to a second of copying."""
-    out_density: float
-    back_density: float
-    """Copying for a second frees, or brings, at least these bytes."""
-
-
-def watch_peak(build: Linear, points: Points, moves: Moves) -> None:
-    """The cost is the peak, and nothing else."""
-    build.cost = [0.0] * len(build.cost)
-    peak = build.column(1.0, least=-math.inf)
-    before = -1
-    for k, plain in enumerate(points.plain):
-        away = build.column(least=-math.inf)
-        _add_up(build, away, before, moves.away[k])
-        terms = [(away, -1.0), (peak, -1.0), *_transient(build, moves.transient[k])]
-        build.row(terms, -math.inf, -plain)
-        before = away
-
-
-def watch_flow(build: Linear, points: Points, moves: Moves, budget: float) -> None:
-    """Lanes are counted in seconds of copying: what was sent, and what was fetched, by the start of each point."""
-    num_forward, share = points.num_forward_ticks, points.compute_share
-    away = dead = ready = needed = sent = fetched = -1
-    behind: Terms = []
-    plain, times = points.plain.tolist(), points.seconds.tolist()  # numpy's own numbers take several times as long
-    for k, tick in enumerate(points.ticks.tolist()):
-        away = _prefix(build, away, moves.away[k])
-        stall = build.column(1.0)
-        elapsed = [(stall, -1.0), *[(col, -seconds) for col, seconds in moves.extra[k]]]
-        compute = times[k]
-        # Everything that is there: the plain curve, less what is away, plus what has not left yet, plus what is
-        # back before it is needed, plus the transient of a recipe.
-        memory = [(away, -1.0), *_transient(build, moves.transient[k])]
-        if tick <= num_forward:
-            before_ready, before_sent = ready, sent
-            dead = _prefix(build, dead, moves.dead[k])
-            ready = _prefix(build, before_ready, moves.ready[k])
-            sent, waiting = build.column(), build.column()
-            memory.append((waiting, points.out_density))
-            build.row([(waiting, 1.0), (sent, 1.0), (dead, -1.0)], 0.0, math.inf)
-            # Nothing is sent before it is saved, and everything has left when backward starts.
-            build.row([(sent, 1.0), (ready, -1.0)], 0.0 if tick == num_forward else -math.inf, 0.0)
-            # The lane copies for no longer than time passes: compute with its contention, and stalls.
-            build.row([(sent, 1.0), *_minus(before_sent), *elapsed], -math.inf, compute)
-            build.row([(sent, 1.0), *_minus(before_sent)], 0.0, math.inf)
-        if tick >= num_forward:
-            before_fetched = fetched
-            needed = _prefix(build, needed, moves.needed[k])
-            fetched = build.column()
-            memory += [(fetched, points.back_density), (needed, -points.back_density)]
-            if tick == num_forward:  # the first fetches start here, and can only be waited for
-                elapsed, compute = [(build.column(1.0), -1.0)], 0.0
-            if share:
-                # Contention of fetches, wherever they are issued; all of it is in the cost of the share already.
-                behind.append((build.column(), 1.0))
-                elapsed.append((behind[-1][0], -1.0))
-            # What is read has come back, no faster than time passes: compute, recomputes, contention, stalls.
-            build.row([(fetched, 1.0), (needed, -1.0)], 0.0, math.inf)
-            build.row([(fetched, 1.0), *_minus(before_fetched), *elapsed], -math.inf, compute)
-            build.row([(fetched, 1.0), *_minus(before_fetched)], 0.0, math.inf)
-        build.row(memory, -math.inf, budget - plain[k])
-    if behind:
-        build.row(merged([*behind, *((col, -share * back) for col, back in moves.back)]), -math.inf, 0.0)
-
-
-def _transient(build: Linear, terms: Terms) -> Terms:
+def transient(build: Linear, terms: Terms) -> Terms:
     """The largest of what the recipes of one tick need beside their results."""
     if not terms:
         return []
@@ -202,19 +124,21 @@ def _transient(build: Linear, terms: Terms) -> Terms:
     return [(most, 1.0)]
 
 
-def _prefix(build: Linear, before: int, changes: Terms) -> int:
+def prefix(build: Linear, before: int, changes: Terms) -> int:
     """A column that is the one before plus the changes."""
     now = build.column(least=-math.inf)
-    _add_up(build, now, before, changes)
+    add_up(build, now, before, changes)
     return now
 
 
-def _add_up(build: Linear, now: int, before: int, changes: Terms) -> None:
+def add_up(build: Linear, now: int, before: int, changes: Terms) -> None:
+    """The column `now` is the one before plus the changes."""
     terms = [(now, -1.0), *changes]
     if before >= 0:
         terms.append((before, 1.0))
     build.row(merged(terms), 0.0, 0.0)
 
 
-def _minus(col: int) -> Terms:
+def minus(col: int) -> Terms:
+    """Less a column, if there is one."""
     return [(col, -1.0)] if col >= 0 else []

@@ -71,7 +71,8 @@ def _lowest(step: Step, host_bytes: int | None, fates: Fates) -> tuple[tuple[int
     candidates += _halved(evaluator, min(evaluator.excess(fates) for fates in candidates), is_small)
     if is_small:
         repaired = dict.fromkeys(repair(evaluator, fates) for fates in candidates)  # many are the same by now
-        candidates = [_lowered(evaluator, fates) for fates in repaired]
+        starts = [Outcome(fates=fates, excess=evaluator.excess(fates)) for fates in repaired]
+        candidates = [improve(evaluator, start, max_plays=4000).fates for start in starts]
     best = min(candidates, key=evaluator.excess)
     return evaluator.excess(best), best
 
@@ -155,10 +156,6 @@ def _halved(evaluator: Evaluator, excess: tuple[int, int], is_small: bool) -> li
         if not best.fits:
             low = middle
     return found
-
-
-def _lowered(evaluator: Evaluator, fates: Fates) -> Fates:
-    return improve(evaluator, Outcome(fates=fates, excess=evaluator.excess(fates)), max_plays=4000).fates
 
 
 def _all(arrays: StepArrays, order: tuple[Fate, ...]) -> Fates:

@@ -1,7 +1,7 @@
 """Which part of an optimizer's state is elsewhere between steps, for `memory.optimizer: swap | auto`.
 
 What: `shares_allowed` cuts the state into shares that are solved together with the activations (state_items.py,
-space.py: one budget, one link), and `StatePrices` says what those of a plan cost on their way.
+space.py: one budget, one link), and `placed` says what those of a plan cost on their way.
 
 - swap: all of the state that can move does; the solver only decides which shares travel beside forward and backward and
   which while the optimizer steps.
@@ -20,9 +20,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile, StateBytes
@@ -31,9 +33,6 @@ from lowtide.planner.space import Found
 from lowtide.planner.state_items import NAME, StateShares, split
 from lowtide.timeline.step import Link
 from lowtide.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _BUCKET_SECONDS = 3e-3
 _LEAST_BUCKET, _MOST_BUCKET = 64 * MIB, 256 * MIB
@@ -45,21 +44,23 @@ _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What became of the state in a plan. Seconds are those that it costs on its way; the played step is the only one
-    that has all of them."""
+class StateSeconds:
+    """What of a played step is for the state on its way."""
 
-    placement: OptimizerPlacement
-    slot_bytes: int = 0
-    """What the tick of the optimizer counts for buckets that pass through."""
-    stall_seconds: float = 0.0
-    """Of the played step's stalls, those for the state."""
-    streamed_seconds: float = 0.0
-    """Of the played step's recomputes, what are none: shares that are streamed."""
-    played_seconds: float = 0.0
-    """In the played step."""
-    seconds: float = 0.0
-    """Of one micro-batch."""
+    stall: float = 0.0
+    slowed: float = 0.0
+    streamed: float = 0.0
+    """Recomputes that are none: shares that come and go while the optimizer steps."""
+    num_micro_batches: int = 1
+
+    @property
+    def played(self) -> float:
+        return self.stall + self.slowed + self.streamed
+
+    @property
+    def shared(self) -> float:
+        """Of one micro-batch: what the state costs is of one step, and shared by its micro-batches."""
+        return (self.stall + self.slowed) / self.num_micro_batches + self.streamed
 
 
 def shares_allowed(
@@ -160,69 +161,56 @@ def refuse_without_effect(state: StateBytes, config: MemoryConfig) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StatePrices:
-    """What the state on its way costs a plan, and the record of it."""
+def placed(found: Found, reason: str) -> tuple[OptimizerPlacement, StateSeconds]:
+    """Where the state is in this plan, and what it costs on its way; the played step is the only one that has all of
+    that."""
+    question, shares = found.way.question, found.way.shares
+    state, movable_bytes = question.profile.state, question.profile.state.optimizer_movable
+    in_backward = shares is not None and shares.frees_gradients
+    beside_bytes, streamed_bytes = _moving(found) if shares is not None else (0, 0)
+    moved_bytes = beside_bytes + streamed_bytes
+    if shares is None or not (moved_bytes or in_backward):
+        return OptimizerPlacement(moved_bytes=0, resident_bytes=movable_bytes, reason=reason), StateSeconds()
+    lanes = _lane_seconds(found)
+    seconds = _state_seconds(found, lanes)
+    # Where memory is what some of it waits for, no length of the step makes it free.
+    may_be_free = not in_backward and not seconds.streamed and not streamed_bytes
+    placement = OptimizerPlacement(
+        moved_bytes=moved_bytes,
+        resident_bytes=movable_bytes - moved_bytes,
+        beside_bytes=0 if in_backward else beside_bytes,
+        tier=Tier.DISK if question.profile.device == "cpu" else Tier.HOST,
+        bucket_bytes=shares.bucket_bytes if in_backward else bucket_size(state, question.link),
+        num_slots=shares.num_places if in_backward else NUM_SLOTS,
+        overlap="in_backward" if in_backward else "backward" if beside_bytes else "step",
+        exposed_seconds=seconds.stall + seconds.streamed * question.num_micro_batches,
+        slowed_seconds=seconds.slowed,
+        free_from_tokens=_free_from(found, moved_bytes, lanes) if may_be_free else None,
+        reason=reason,
+    )
+    return placement, seconds
 
-    profile: Profile
-    link: Link
-    num_micro_batches: int
 
-    def choice(self, found: Found, reason: str) -> Choice:
-        """What became of the state in this plan."""
-        shares, movable_bytes = found.way.shares, self.profile.state.optimizer_movable
-        in_backward = shares is not None and shares.frees_gradients
-        beside_bytes, streamed_bytes = _moving(found) if shares is not None else (0, 0)
-        moved_bytes = beside_bytes + streamed_bytes
-        if shares is None or not (moved_bytes or in_backward):
-            return Choice(placement=OptimizerPlacement(moved_bytes=0, resident_bytes=movable_bytes, reason=reason))
-        lanes = _Lanes.of(found, self.link)
-        streamed = 0.0 if in_backward else _streamed(found)
-        # Where memory is what some of it waits for, no length of the step makes it free.
-        may_be_free = not in_backward and not streamed_bytes
-        placement = OptimizerPlacement(
-            moved_bytes=moved_bytes,
-            resident_bytes=movable_bytes - moved_bytes,
-            beside_bytes=0 if in_backward else beside_bytes,
-            tier=Tier.DISK if self.profile.device == "cpu" else Tier.HOST,
-            bucket_bytes=shares.bucket_bytes if in_backward else bucket_size(self.profile.state, self.link),
-            num_slots=shares.num_places if in_backward else NUM_SLOTS,
-            overlap="in_backward" if in_backward else "backward" if beside_bytes else "step",
-            exposed_seconds=lanes.stall_seconds + streamed * self.num_micro_batches,
-            slowed_seconds=lanes.slowed_seconds,
-            free_from_tokens=self._free_from(moved_bytes, lanes) if may_be_free else None,
-            reason=reason,
-        )
-        return Choice(
-            placement=placement,
-            slot_bytes=0 if in_backward else shares.slot_bytes,
-            stall_seconds=lanes.stall_seconds,
-            streamed_seconds=streamed,
-            played_seconds=lanes.stall_seconds + lanes.slowed_seconds + streamed,
-            seconds=self._shared(lanes, streamed),
-        )
+def shared_seconds(found: Found) -> float:
+    """Of one micro-batch."""
+    if found.way.shares is None or found.way.question.num_micro_batches == 1:
+        return found.pass_seconds
+    seconds = _state_seconds(found, _lane_seconds(found))
+    return found.pass_seconds - seconds.played + seconds.shared
 
-    def shared_seconds(self, found: Found) -> float:
-        """Of one micro-batch: what the state costs is of one step, and shared by its micro-batches."""
-        if found.way.shares is None or self.num_micro_batches == 1:
-            return found.pass_seconds
-        lanes, streamed = _Lanes.of(found, self.link), _streamed(found)
-        played = lanes.stall_seconds + lanes.slowed_seconds + streamed
-        return found.pass_seconds - played + self._shared(lanes, streamed)
 
-    def _shared(self, lanes: _Lanes, streamed: float) -> float:
-        return (lanes.stall_seconds + lanes.slowed_seconds) / self.num_micro_batches + streamed
-
-    def _free_from(self, moved_bytes: int, lanes: _Lanes) -> int | None:
-        """By time alone: so many tokens make forward and backward long enough, at the rate of these activations."""
-        tokens = batch_tokens(self.profile)
-        if tokens is None or lanes.free_in_seconds <= 0 or lanes.free_out_seconds <= 0:
-            return None
-        share = max(
-            moved_bytes / self.link.in_bytes_per_second / lanes.free_in_seconds,
-            moved_bytes / self.link.out_bytes_per_second / lanes.free_out_seconds,
-        )
-        return math.ceil(share * tokens * self.num_micro_batches)
+def _free_from(found: Found, moved_bytes: int, lanes: Mapping[tuple[str, bool], float]) -> int | None:
+    """By time alone: so many tokens make forward and backward long enough, at the rate of these activations."""
+    question, step = found.way.question, found.problem.step
+    tokens = batch_tokens(question.profile)
+    forward = sum(tick.seconds for tick in step.ticks[: step.num_forward_ticks])
+    # What activations leave of the lane that copies in, in backward, and of that which copies out, in forward.
+    free_in, free_out = step.compute_seconds - forward - lanes["in", False], forward - lanes["out", False]
+    if tokens is None or free_in <= 0 or free_out <= 0:
+        return None
+    link = question.link
+    share = max(moved_bytes / link.in_bytes_per_second / free_in, moved_bytes / link.out_bytes_per_second / free_out)
+    return math.ceil(share * tokens * question.num_micro_batches)
 
 
 def _moving(found: Found) -> tuple[int, int]:
@@ -236,39 +224,24 @@ def _moving(found: Found) -> tuple[int, int]:
     return beside, streamed
 
 
-def _streamed(found: Found) -> float:
-    """Seconds of the shares that come and go while the optimizer steps."""
-    shares = found.way.shares
+def _lane_seconds(found: Found) -> Mapping[tuple[str, bool], float]:
+    """By lane, and by whether it is the state that it works for."""
+    seconds: dict[tuple[str, bool], float] = defaultdict(float)
+    for event in found.events():
+        seconds[event.lane, event.name.startswith(NAME)] += event.end - event.start
+    return seconds
+
+
+def _state_seconds(found: Found, lanes: Mapping[tuple[str, bool], float]) -> StateSeconds:
+    shares, question = found.way.shares, found.way.question
     assert shares is not None
-    _, fates = split(found.problem, found.fates)
-    return sum(one for one, own in zip(shares.streamed_seconds, fates, strict=True) if own is Fate.RECOMPUTE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lanes:
-    """What of a played step is the state's."""
-
-    stall_seconds: float
-    slowed_seconds: float
-    free_in_seconds: float
-    """Of backward, what activations leave of the lane that copies in."""
-    free_out_seconds: float
-    """The same of forward and the lane that copies out."""
-
-    @classmethod
-    def of(cls, found: Found, link: Link) -> _Lanes:
-        step = found.problem.step
-        spent = {"stall": 0.0, "out": 0.0, "in": 0.0}
-        taken = {"out": 0.0, "in": 0.0}
-        for event in found.events():
-            if event.lane in spent and event.name.startswith(NAME):
-                spent[event.lane] += event.end - event.start
-            elif event.lane in taken:
-                taken[event.lane] += event.end - event.start
-        forward = sum(tick.seconds for tick in step.ticks[: step.num_forward_ticks])
-        return cls(
-            stall_seconds=spent["stall"],
-            slowed_seconds=link.compute_share * (spent["out"] + spent["in"]),
-            free_in_seconds=step.compute_seconds - forward - taken["in"],
-            free_out_seconds=forward - taken["out"],
-        )
+    streamed = 0.0
+    if not shares.frees_gradients:  # else all of it travels in backward, in other items than shares
+        _, fates = split(found.problem, found.fates)
+        streamed = sum(one for one, own in zip(shares.streamed_seconds, fates, strict=True) if own is Fate.RECOMPUTE)
+    return StateSeconds(
+        stall=lanes["stall", True],
+        slowed=question.link.compute_share * (lanes["out", True] + lanes["in", True]),
+        streamed=streamed,
+        num_micro_batches=question.num_micro_batches,
+    )

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lowtide.core.decisions import Prediction, SiteDecision, WeightsPlacement
+from lowtide.config.memory import MemoryConfig
+from lowtide.core.decisions import OptimizerPlacement, Prediction, SiteDecision, WeightsPlacement
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -23,7 +24,7 @@ from lowtide.planner.advice import Change, explained, memory_breakdown
 from lowtide.planner.by_rules import NO_COSTS, HostCosts, charged, layers_by_rule, min_bytes_of, problem_of
 from lowtide.planner.in_backward import WeightsInTurn, placement_of, updates_allowed, weights_allowed
 from lowtide.planner.min_peak import UNREACHABLE
-from lowtide.planner.place_state import Choice, StatePrices, shares_allowed
+from lowtide.planner.place_state import StateSeconds, placed, shared_seconds, shares_allowed
 from lowtide.planner.problem import decisions
 from lowtide.planner.rerun_layers import call_seconds
 from lowtide.planner.space import Found, Question, Space, Way
@@ -31,9 +32,6 @@ from lowtide.planner.state_items import StateShares, split, state_curve
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _WAY_OUT_SECONDS = 1.0
 """For each solution of a step with a change."""
@@ -156,8 +154,7 @@ class StepProblem:
     """A step with its candidates, for any budget."""
 
     def __init__(self, question: Question) -> None:
-        self.prices = StatePrices(question.profile, question.link, question.num_micro_batches)
-        self.space = Space(question, self.prices.shared_seconds)
+        self.space = Space(question, shared_seconds)
 
     def refusal(self, budget_bytes: int, *, with_suggestions: bool) -> BudgetError:
         """Of a budget below the floor."""
@@ -170,12 +167,13 @@ class StepProblem:
         """
         space = self.space
         found, excess_seconds = space.fastest(budget_bytes)
-        choice = self.prices.choice(found, self._reason(found, budget_bytes))
-        seconds = found.step_seconds - choice.played_seconds + choice.seconds
+        placement, on_its_way = placed(found, self._reason(found, budget_bytes))
+        seconds = found.step_seconds - on_its_way.played + on_its_way.shared
         bound = space.bound_seconds(budget_bytes, found)
         gap = max(0.0, 1.0 - bound / seconds) if seconds else 0.0
         floor_bytes = space.floor_bytes if with_floor else None
-        return _plan_of(found, choice, budget_bytes, gap=gap, floor_bytes=floor_bytes, excess_seconds=excess_seconds)
+        how: Any = {"gap": gap, "floor_bytes": floor_bytes, "excess_seconds": excess_seconds}
+        return _plan_of(found, placement, on_its_way, budget_bytes, **how)
 
     def _reason(self, found: Found, budget_bytes: int) -> str:
         """Why the optimizer's state is where it is."""
@@ -197,7 +195,14 @@ class StepProblem:
 
 
 def _plan_of(
-    found: Found, choice: Choice, budget_bytes: int, *, gap: float, floor_bytes: int | None, excess_seconds: float
+    found: Found,
+    placement: OptimizerPlacement,
+    on_its_way: StateSeconds,
+    budget_bytes: int,
+    *,
+    gap: float,
+    floor_bytes: int | None,
+    excess_seconds: float,
 ) -> Plan:
     """What was found, written down."""
     config = found.way.question.config
@@ -219,11 +224,11 @@ def _plan_of(
     again = sum(call_seconds(question.profile, name, question.layer_seconds) for name in found.way.layers)
     sites = decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons)
     codec_seconds = sum(site.codec.seconds for site in sites if site.codec is not None)
-    made_seconds = timeline.recompute_seconds - codec_seconds - choice.streamed_seconds
+    made_seconds = timeline.recompute_seconds - codec_seconds - on_its_way.streamed
     prediction = Prediction(
         peak_bytes=timeline.peak_bytes,
-        step_seconds=found.step_seconds + choice.seconds - choice.played_seconds,
-        stall_seconds=max(0.0, timeline.stall_seconds - choice.stall_seconds),
+        step_seconds=found.step_seconds + on_its_way.shared - on_its_way.played,
+        stall_seconds=max(0.0, timeline.stall_seconds - on_its_way.stall),
         recompute_seconds=max(0.0, made_seconds) + again,
         gap=gap,
         plain_peak_bytes=int(plain_bytes.max()),
@@ -233,15 +238,16 @@ def _plan_of(
         forward_held_bytes=int(max(held, default=0)),
         check_seconds=found.check_seconds,
         codec_seconds=codec_seconds,
-        optimizer_seconds=choice.seconds,
+        optimizer_seconds=on_its_way.shared,
         page_fault_seconds=found.page_fault_seconds,
         limit_bytes=found.limit_bytes,
         swap_excess_seconds=excess_seconds,
         certainty=_certainty(profile),
     )
-    shares, there = found.way.shares, None
+    shares, there, slot_bytes = found.way.shares, None, 0
     frees_gradients = shares is not None and shares.frees_gradients
     if shares is not None and not frees_gradients:
+        slot_bytes = shares.slot_bytes if placement.moved_bytes else 0
         there = state_curve(problem, found.fates, timeline.evict_by, timeline.prefetch_at).tolist()
     account = memory_breakdown(
         problem,
@@ -249,7 +255,7 @@ def _plan_of(
         timeline.curve,
         plain_problem,
         moving=there,
-        slot_bytes=choice.slot_bytes,
+        slot_bytes=slot_bytes,
         has_gradients=question.has_gradients and not frees_gradients,
     )
     return Plan(
@@ -267,7 +273,7 @@ def _plan_of(
         budget_bytes=budget_bytes,
         predicted=prediction,
         account=account if shares is None else shares.shown(account, problem, timeline.peak_tick),
-        optimizer=None if config.optimizer == "keep" else choice.placement,
+        optimizer=None if config.optimizer == "keep" else placement,
         weights=_weights_of(found, config),
     )
 
@@ -304,15 +310,7 @@ def _dropped(question: Question, found: Found) -> Iterator[SiteDecision]:
         assert node.layer is not None
         cost = 0.0 if node.layer in charged else call_seconds(profile, node.layer, question.layer_seconds)
         charged.add(node.layer)
-        yield SiteDecision(
-            name=node.name,
-            layer=node.layer,
-            nbytes=node.nbytes,
-            dtype=node.dtype,
-            fate=Fate.RECOMPUTE,
-            cost_seconds=cost,
-            reason="its layer runs again",
-        )
+        yield SiteDecision.of(node, Fate.RECOMPUTE, "its layer runs again", cost_seconds=cost)
 
 
 def _certainty(profile: Profile) -> str:

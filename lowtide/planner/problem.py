@@ -10,7 +10,7 @@ Cost: linear in operators and nodes. Not covered: choosing fates (solve.py).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,7 @@ def make_problem(
     chosen = [
         index
         for index, node_fates in enumerate(fates)
-        if len(node_fates) > 1 or _is_forced(node_fates) or (node_fates and is_form(profile.nodes[index]))
+        if node_fates not in ((), (Fate.KEEP,)) or (node_fates and is_form(profile.nodes[index]))
     ]
     sends = send_ops(profile)
     starts = _tick_starts(profile, chosen, sends)
@@ -69,13 +69,14 @@ def make_problem(
     # Fixed nodes, and whether they are held for backward: a retained input that no recipe reads is not.
     fixed = {index: fates[index] != () for index in range(len(profile.nodes)) if index not in items_at}
     ticks = _ticks(profile, starts, fixed, has_gradients)
-    items = _items(profile, chosen, fates, starts, sends)
+    items = tuple(_items(profile, chosen, fates, starts, sends))
     num_forward = bisect.bisect_left(starts, profile.num_forward_ops)
+    stops = _stop_ops(profile) | {profile.num_forward_ops}
     step = Step(
         ticks=ticks,
         num_forward_ticks=num_forward,
         items=items,
-        stops=_stops(profile, starts),
+        stops=tuple(tick for tick, start in enumerate(starts[:-1]) if start in stops),
         check_until=len(starts) - 1,
     )
     held = _held(profile, starts[:num_forward], fixed, has_gradients)
@@ -90,10 +91,6 @@ def fitting_min_bytes(profile: Profile) -> int:
     while least > 1 and sum(size for size in sizes if size < least) > sum(sizes) // _SMALL_SHARE:
         least //= 2
     return least
-
-
-def _is_forced(fates: tuple[Fate, ...]) -> bool:
-    return fates not in ((), (Fate.KEEP,))
 
 
 def _fates(
@@ -144,11 +141,6 @@ def _stop_ops(profile: Profile) -> set[int]:
     """Operators right after a save, and right before a read."""
     after_saves = {node.saved + 1 for node in profile.sites}
     return after_saves | {node.reads[0] for node in profile.sites if node.reads}
-
-
-def _stops(profile: Profile, starts: Sequence[int]) -> tuple[int, ...]:
-    ops = _stop_ops(profile) | {profile.num_forward_ops}
-    return tuple(tick for tick, start in enumerate(starts[:-1]) if start in ops)
 
 
 def _tick_starts(profile: Profile, chosen: Iterable[int], sends: Sequence[int]) -> tuple[int, ...]:
@@ -249,7 +241,7 @@ def _items(
     fates: Sequence[tuple[Fate, ...]],
     starts: Sequence[int],
     sends: Sequence[int],
-) -> tuple[Item, ...]:
+) -> Iterator[Item]:
     place = {profile.nodes[index].name: position for position, index in enumerate(chosen)}
 
     def tick(op: int) -> int:
@@ -259,7 +251,6 @@ def _items(
         return bisect.bisect_left(starts, op)
 
     own = {form_of(name): position for name, position in place.items()}
-    items = []
     for index in chosen:
         node, recipe = profile.nodes[index], profile.nodes[index].recipe
         can_remake = Fate.RECOMPUTE in fates[index] and not is_form(node)
@@ -268,25 +259,22 @@ def _items(
         seconds, nbytes = (codec.seconds, codec.work_bytes) if codec is not None else (0.0, 0)
         if can_remake and recipe is not None:
             seconds, nbytes = recipe.seconds, max(recipe.transient_bytes - node.nbytes, 0)
-        items.append(
-            Item(
-                name=node.name,
-                nbytes=node.nbytes,
-                born=tick(node.born),
-                saved=tick(sends[index]),
-                dies=boundary(node.dies),
-                reads=tuple(dict.fromkeys(tick(read) for read in node.reads)),
-                release=boundary(node.release) if node.reads else 0,
-                fates=fates[index],
-                recipe_seconds=seconds,
-                recipe_bytes=nbytes,
-                check_bytes=profile.state.fingerprint if can_remake else 0,
-                inputs=tuple(place[name] for name in recipe.nodes if name in place) if can_remake and recipe else (),
-                form=form_at,
-                form_of=is_of,
-            )
+        yield Item(
+            name=node.name,
+            nbytes=node.nbytes,
+            born=tick(node.born),
+            saved=tick(sends[index]),
+            dies=boundary(node.dies),
+            reads=tuple(dict.fromkeys(tick(read) for read in node.reads)),
+            release=boundary(node.release) if node.reads else 0,
+            fates=fates[index],
+            recipe_seconds=seconds,
+            recipe_bytes=nbytes,
+            check_bytes=profile.state.fingerprint if can_remake else 0,
+            inputs=tuple(place[name] for name in recipe.nodes if name in place) if can_remake and recipe else (),
+            form=form_at,
+            form_of=is_of,
         )
-    return tuple(items)
 
 
 # -- the way back --------------------------------------------------------------------------------------------------
@@ -324,44 +312,25 @@ def decisions(
         form = None if position is None else stored_form(problem, fates, position)
         if form is not None:
             # It is what is kept or swapped in place of the site.
-            recipe, codec, sent, position, fate = (
-                None,
-                node.codec,
-                profile.nodes[problem.nodes[form]],
-                form,
-                fates[form],
-            )
+            recipe, codec, sent = None, node.codec, profile.nodes[problem.nodes[form]]
+            position, fate = form, fates[form]
             assert codec is not None
             reason, cost_seconds = stored_as(codec), codec.seconds
         swap = position if fate is Fate.SWAP else None
         result.append(
-            SiteDecision(
-                name=node.name,
-                layer=node.layer,
-                nbytes=node.nbytes,
-                dtype=node.dtype,
-                fate=fate,
+            SiteDecision.of(
+                node,
+                fate,
+                reason,
                 prefetch=None if swap is None else clock.prefetch(swap, prefetch_at[swap]),
                 leave=None if swap is None else clock.leave(sent, evict_by[swap]),
                 retained_input=node.retained_input,
                 recipe=recipe,
                 codec=codec,
                 cost_seconds=cost_seconds,
-                reason=reason,
             )
         )
-    stay = (
-        SiteDecision(
-            name=entry.name,
-            layer=entry.layer,
-            nbytes=entry.nbytes,
-            dtype=entry.dtype,
-            fate=Fate.KEEP,
-            reason=entry.reason,
-        )
-        for entry in profile.staying
-    )
-    return (*result, *stay)
+    return (*result, *(SiteDecision.of(entry, Fate.KEEP, entry.reason) for entry in profile.staying))
 
 
 def stored_form(problem: Problem, fates: Sequence[Fate], position: int) -> int | None:

@@ -27,7 +27,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core.fate import Fate
-from lowtide.planner.linear_program import Floats, Linear, Moves, Points, Solved, watch_flow, watch_peak
+from lowtide.planner.linear_program import (
+    Floats,
+    Linear,
+    Moves,
+    Solved,
+    Terms,
+    add_up,
+    merged,
+    minus,
+    prefix,
+    transient,
+)
 from lowtide.timeline.memory import StepArrays, presence
 from lowtide.timeline.step import Link, Step
 
@@ -152,7 +163,7 @@ class Program:
                 continue
             if Fate.SWAP in item.fates:
                 # Both copies run, and compute falls behind by its share of them.
-                out_bytes, back_bytes = item.nbytes + item.leave_bytes, item.nbytes + item.visit_bytes
+                out_bytes, back_bytes = item.nbytes + item.visit.leave_bytes, item.nbytes + item.visit.nbytes
                 behind = share * (self._out_seconds(out_bytes) + self._back_seconds(back_bytes))
                 entry.swap = build.column(behind, 1.0)
             if Fate.RECOMPUTE in item.fates and item.form_of is None:
@@ -250,8 +261,8 @@ class Program:
                 if first == read and at < num and ticks[at] == read and transient_bytes:
                     moves.transient[at].append((col, transient_bytes / self._unit_bytes))
             if entry.swap >= 0:
-                out = 0.0 if item.visit_bytes else self._out_seconds(item.nbytes)
-                back = self._back_seconds(item.nbytes + item.visit_bytes)
+                out = 0.0 if item.visit.nbytes else self._out_seconds(item.nbytes)
+                back = self._back_seconds(item.nbytes + item.visit.nbytes)
                 moves.dead[dies].append((entry.swap, out))
                 moves.ready[bisect_left(ticks, item.saved + 1)].append((entry.swap, out))
                 moves.needed[at].append((entry.swap, back))
@@ -266,10 +277,9 @@ class Program:
                     moves.away[at].append((col, -size))
             self._early(build, ticks, index, columns, moves)
         if minimise_peak:
-            watch_peak(build, self._points(ticks), moves)
+            self._watch_peak(build, ticks, moves)
         else:
-            budget = (self.budget_bytes - reserve_bytes) / self._unit_bytes
-            watch_flow(build, self._points(ticks, self._visiting), moves, budget)
+            self._watch_flow(build, ticks, moves, self.budget_bytes - reserve_bytes)
         if self.host_bytes is not None and moves.swapped:
             # A copy lives on the next tier until the step is over.
             build.row(moves.swapped, -math.inf, self.host_bytes / self._unit_bytes)
@@ -311,21 +321,69 @@ class Program:
             for col, parts in back.items():  # no more comes back than went away
                 build.row([*((part, 1.0) for part in parts), (col, -1.0)], -math.inf, 0.0)
 
-    def _points(self, ticks: list[int], counted: NDArray[np.int64] | None = None) -> Points:
-        """`counted`: bytes that lanes count once more."""
-        plain = self.plain if counted is None else self.plain - counted
-        places = np.array(ticks, dtype=np.int64)
-        # Latency weighs most on the smallest item.
+    def _watch_peak(self, build: Linear, ticks: list[int], moves: Moves) -> None:
+        """The cost is the peak, and nothing else."""
+        build.cost = [0.0] * len(build.cost)
+        peak = build.column(1.0, least=-math.inf)
+        before = -1
+        for k, plain in enumerate(self.plain[ticks] / self._unit_bytes):
+            away = build.column(least=-math.inf)
+            add_up(build, away, before, moves.away[k])
+            terms = [(away, -1.0), (peak, -1.0), *transient(build, moves.transient[k])]
+            build.row(terms, -math.inf, -plain)
+            before = away
+
+    def _watch_flow(self, build: Linear, ticks: list[int], moves: Moves, budget_bytes: float) -> None:
+        """Lanes are counted in seconds of copying: what was sent, and what was fetched, by the start of each point."""
+        num_forward, share = self.step.num_forward_ticks, self.link.compute_share
+        # Copying for a second frees, or brings, at least these bytes. Latency weighs most on the smallest item.
         least = min((item.nbytes for item in self.step.items if item.nbytes), default=1)
-        return Points(
-            ticks=places,
-            num_forward_ticks=self.step.num_forward_ticks,
-            plain=plain[places] / self._unit_bytes,
-            seconds=np.diff(self._clock[places], prepend=0.0) / self._unit_seconds,
-            compute_share=self.link.compute_share,
-            out_density=least / self._unit_bytes / self._out_seconds(least),
-            back_density=least / self._unit_bytes / self._back_seconds(least),
-        )
+        out_density = least / self._unit_bytes / self._out_seconds(least)
+        back_density = least / self._unit_bytes / self._back_seconds(least)
+        away = dead = ready = needed = sent = fetched = -1
+        behind: Terms = []
+        # Lanes count visitors. Numpy's own numbers take several times as long.
+        budget = budget_bytes / self._unit_bytes
+        plain = ((self.plain - self._visiting)[ticks] / self._unit_bytes).tolist()
+        times = (np.diff(self._clock[ticks], prepend=0.0) / self._unit_seconds).tolist()
+        for k, tick in enumerate(ticks):
+            away = prefix(build, away, moves.away[k])
+            stall = build.column(1.0)
+            elapsed = [(stall, -1.0), *[(col, -seconds) for col, seconds in moves.extra[k]]]
+            compute = times[k]
+            # Everything that is there: the plain curve, less what is away, plus what has not left yet, plus what is
+            # back before it is needed, plus the transient of a recipe.
+            memory = [(away, -1.0), *transient(build, moves.transient[k])]
+            if tick <= num_forward:
+                before_ready, before_sent = ready, sent
+                dead = prefix(build, dead, moves.dead[k])
+                ready = prefix(build, before_ready, moves.ready[k])
+                sent, waiting = build.column(), build.column()
+                memory.append((waiting, out_density))
+                build.row([(waiting, 1.0), (sent, 1.0), (dead, -1.0)], 0.0, math.inf)
+                # Nothing is sent before it is saved, and everything has left when backward starts.
+                build.row([(sent, 1.0), (ready, -1.0)], 0.0 if tick == num_forward else -math.inf, 0.0)
+                # The lane copies for no longer than time passes: compute with its contention, and stalls.
+                build.row([(sent, 1.0), *minus(before_sent), *elapsed], -math.inf, compute)
+                build.row([(sent, 1.0), *minus(before_sent)], 0.0, math.inf)
+            if tick >= num_forward:
+                before_fetched = fetched
+                needed = prefix(build, needed, moves.needed[k])
+                fetched = build.column()
+                memory += [(fetched, back_density), (needed, -back_density)]
+                if tick == num_forward:  # the first fetches start here, and can only be waited for
+                    elapsed, compute = [(build.column(1.0), -1.0)], 0.0
+                if share:
+                    # Contention of fetches, wherever they are issued; all of it is in the cost of the share already.
+                    behind.append((build.column(), 1.0))
+                    elapsed.append((behind[-1][0], -1.0))
+                # What is read has come back, no faster than time passes: compute, recomputes, contention, stalls.
+                build.row([(fetched, 1.0), (needed, -1.0)], 0.0, math.inf)
+                build.row([(fetched, 1.0), *minus(before_fetched), *elapsed], -math.inf, compute)
+                build.row([(fetched, 1.0), *minus(before_fetched)], 0.0, math.inf)
+            build.row(memory, -math.inf, budget - plain[k])
+        if behind:
+            build.row(merged([*behind, *((col, -share * back) for col, back in moves.back)]), -math.inf, 0.0)
 
     def _relaxation(self, solved: Solved | None, columns: list[_Columns], *, minimise_peak: bool) -> Relaxation | None:
         if solved is None:

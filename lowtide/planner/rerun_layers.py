@@ -138,7 +138,7 @@ class _Again:
                 result += part(rerun)
             return result + list(values[position:])
 
-        names = column(old.op_names, lambda rerun: self._of(old.op_names, rerun))
+        names = column(old.op_names, lambda rerun: old.op_names[rerun.call.first_op : rerun.call.end_op])
         seconds = column(old.op_seconds, self._rerun_seconds)
         gradients = column(old.op_gradient_bytes, lambda rerun: [old.op_gradient_bytes[rerun.at - 1]] * rerun.length)
         op_bytes = column(old.op_bytes, self._rerun_bytes)
@@ -152,9 +152,6 @@ class _Again:
             nodes=tuple(sorted(self._nodes(), key=lambda node: node.saved)),
             calls=(),
         )
-
-    def _of(self, column: Sequence, rerun: _Rerun) -> Sequence:
-        return column[rerun.call.first_op : rerun.call.end_op]
 
     def _rerun_seconds(self, rerun: _Rerun) -> Sequence[float]:
         call = rerun.call

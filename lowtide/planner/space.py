@@ -31,8 +31,9 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
@@ -46,9 +47,6 @@ from lowtide.planner.state_items import StateShares, in_order, split
 from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import StepArrays, plain_curve
 from lowtide.timeline.step import Link
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _NUM_SPANS = 16
 """Between limits for which the solver is asked."""
@@ -80,11 +78,6 @@ class Question:
     shares: tuple[StateShares | None, ...] = (None,)
     """What may become of the optimizer's state; None: it stays."""
     num_micro_batches: int = 1
-
-    @property
-    def forced(self) -> tuple[str, ...]:
-        """Layers that run again in any case."""
-        return layers_by_rule(self.profile, self.config)
 
     @property
     def seconds(self) -> float:
@@ -366,7 +359,7 @@ class Space:
     def __init__(self, question: Question, score: Callable[[Found], float]) -> None:
         self.question = question
         self._score = score
-        forced = question.forced
+        forced = layers_by_rule(question.profile, question.config)  # they run again in any case
         more = tuple(name for name in can_rerun(question.profile) if name not in forced)
         if not question.config.recomputes_freely or question.profile.num_collectives:
             more = ()  # ranks that plan for themselves must issue the same collectives

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from torch import nn
 
-from lowtide.core.profile import HiddenBytes, LayerCall, Profile, Site, StateBytes, StayingBytes
+from lowtide.core.profile import HiddenBytes, LayerCall, Profile, Site, StateBytes, StayingBytes, layer_of
 from lowtide.core.recipe import Recipe
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.layers import layer_rows_of
@@ -113,11 +113,11 @@ def profile_of(
         op_names=tuple(trace.ops.names),
         op_seconds=tuple(trace.ops.seconds),
         op_bytes=_op_bytes(trace, nodes),
-        op_gradient_bytes=_gradient_bytes(trace),
+        op_gradient_bytes=_curve((_span(trace.storages[index], end) for index in trace.gradients), end),
         nodes=sites,
         staying=_staying(trace, names, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
-        calls=_layer_calls(trace, nodes, names),
+        calls=tuple(_layer_calls(trace, nodes, names)),
         num_collectives=sum(call.is_collective for call in trace.ops.calls),
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
@@ -174,17 +174,6 @@ def _short_op(storage: Storage) -> str:
     return stem if stem and number.isdigit() else last
 
 
-def layer_of(name: str, layers: Sequence[str]) -> str | None:
-    """The layer that a name lies in."""
-    parts = name.split(".")
-    known = set(layers)
-    for length in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:length])
-        if prefix in known:
-            return prefix
-    return None
-
-
 def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
     end = len(trace.ops.names)
     spans = [
@@ -216,7 +205,7 @@ def _curve(spans: Iterable[tuple[int, int, int]], end: int) -> tuple[int, ...]:
     return tuple(accumulate(changes[:end]))
 
 
-def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> tuple[LayerCall, ...]:
+def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> Iterator[LayerCall]:
     """What it takes to run each call of a layer again."""
     made = [
         storage
@@ -226,35 +215,25 @@ def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> tuple[LayerC
     ]
     made.sort(key=lambda storage: storage.born)
     starts = [storage.born for storage in made]
-    calls = []
     for span in trace.spans:
         first, end = span.first_op, span.end_op
         own = made[bisect.bisect_left(starts, first) : bisect.bisect_left(starts, end)]
         there = [_span(storage, end) for storage in own]
         there += [(index, index + 1, nbytes) for index, nbytes in trace.ops.temporary if first <= index < end]
         unknown = [name for name in span.inputs if name not in names]
-        calls.append(
-            LayerCall(
-                name=span.name,
-                first_op=span.first_op,
-                end_op=span.end_op,
-                enough_op=span.enough_op,
-                end_sequence=span.end_sequence - trace.ops.start_sequence,
-                inputs=span.inputs,
-                op_bytes=_curve([(begin - first, dies - first, nbytes) for begin, dies, nbytes in there], end - first),
-                staying_bytes=sum(storage.nbytes for storage in own if storage.index in trace.staying),
-                why_not=span.why_not
-                or ("its parameters are sharded" if trace.gathered else "")
-                or (f"its input '{unknown[0]}' is no node" if unknown else ""),
-            )
+        yield LayerCall(
+            name=span.name,
+            first_op=span.first_op,
+            end_op=span.end_op,
+            enough_op=span.enough_op,
+            end_sequence=span.end_sequence - trace.ops.start_sequence,
+            inputs=span.inputs,
+            op_bytes=_curve([(begin - first, dies - first, nbytes) for begin, dies, nbytes in there], end - first),
+            staying_bytes=sum(storage.nbytes for storage in own if storage.index in trace.staying),
+            why_not=span.why_not
+            or ("its parameters are sharded" if trace.gathered else "")
+            or (f"its input '{unknown[0]}' is no node" if unknown else ""),
         )
-    return tuple(calls)
-
-
-def _gradient_bytes(trace: Trace) -> tuple[int, ...]:
-    """The part of `_op_bytes` that is gradients of parameters."""
-    end = len(trace.ops.names)
-    return _curve((_span(trace.storages[index], end) for index in trace.gradients), end)
 
 
 def _signature(layer: str, sites: Sequence[Site], trace: Trace) -> str:

@@ -1,6 +1,6 @@
 """The modules of the observed step: which one runs, what goes into it and comes out, and whether a layer can run again.
 
-What: ordinary module hooks (`entry`, `begin`, `end`, `exit`) keep the path of the module that is running, and make a
+What: ordinary module hooks (`enter`, `begin`, `end`, `leave`) keep the path of the module that is running, and make a
 `Span` of each call of a layer. What a hook of the runtime could hold on to, and what a layer is given, gets a node
 (`NodeRecord`) where it has none: a recipe, or a second run of the layer, may start from it.
 
@@ -57,51 +57,35 @@ class ModuleWatch:
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def entry(self, name: str) -> Callable:
+    def enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """For before other hooks: what these run is the module's own."""
+        state = self.state
+        if not name and not state.ops.is_backward:
+            self._enter_root(args, kwargs)
+        state.path.append(name)
+        self.is_autocast = torch.is_autocast_enabled(state.device.type)
+        self._num_calls[name] = self._num_calls.get(name, -1) + 1
 
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            state = self.state
-            if not name and not state.ops.is_backward:
-                self._enter_root(args, kwargs)
-            state.path.append(name)
-            self.is_autocast = torch.is_autocast_enabled(state.device.type)
-            self._num_calls[name] = self._num_calls.get(name, -1) + 1
-
-        return enter
-
-    def begin(self, name: str) -> Callable:
+    def begin(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """For after other hooks, which may give the forward something else: there the runtime's wrapper stands."""
+        if name in self._layers and self.state.is_inside:
+            self._enter_layer(name, module, args, kwargs)
+        self._catch(name, "input", (args, kwargs))
 
-        def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if name in self._layers and self.state.is_inside:
-                self._enter_layer(name, module, args, kwargs)
-            self._catch(name, "input", (args, kwargs))
-
-        return begin
-
-    def end(self, name: str) -> Callable:
+    def end(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         """For before other hooks: what they make of the output (the sum over tensor-parallel ranks) no wrapper sees
         there. It is caught where a module around this one gives it out, or the next one takes it in."""
+        self._catch(name, "output", output)
 
-        def end(module: nn.Module, args: tuple, output: Any) -> None:
-            self._catch(name, "output", output)
-
-        return end
-
-    def exit(self, name: str) -> Callable:
+    def leave(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         """For after other hooks."""
-
-        def leave(module: nn.Module, args: tuple, output: Any) -> None:
-            state = self.state
-            if len(state.path) > 1:
-                state.path.pop()
-            if self._open and self._open[-1].name == name:
-                self._leave_layer(self._open.pop(), module)
-            if not name:
-                state.is_inside = False
-
-        return leave
+        state = self.state
+        if len(state.path) > 1:
+            state.path.pop()
+        if self._open and self._open[-1].name == name:
+            self._leave_layer(self._open.pop(), module)
+        if not name:
+            state.is_inside = False
 
     # -- the model -----------------------------------------------------------------------------------------------------
 

@@ -157,7 +157,8 @@ class Witness:
         """Warn if this one is another."""
         if self._then is None or self._is_told or _samples(output) == self._then:
             return
-        first = next((now for then, now in zip(self._modules, self._now) if not _is_same_call(then, now)), None)
+        pairs = zip(self._modules, self._now)
+        first = next((now for then, now in pairs if (now[0], now[2]) != (then[0], then[2])), None)
         where = "" if first is None else f", first '{first[0]}' ({first[1]})"
         warnings.warn(
             f"lowtide: from the same inputs, {self._model} gave another output than in the observed step{where}: it "
@@ -172,10 +173,6 @@ _Sample = tuple[torch.dtype, bytes]
 
 _Given = tuple[str, str, list[_Sample]]
 """The name of a module, its class, and some elements of what it gave."""
-
-
-def _is_same_call(one: _Given, other: _Given) -> bool:
-    return one[0] == other[0] and one[2] == other[2]
 
 
 def _samples(output: Any, num_runs: int = _NUM_RUNS) -> list[_Sample]:

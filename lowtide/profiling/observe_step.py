@@ -28,7 +28,7 @@ from lowtide.errors import ConfigError
 from lowtide.profiling.build_profile import find_recipes, profile_of
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
-from lowtide.profiling.op_timer import Clock, DeviceClock, HostClock, OpMemory
+from lowtide.profiling.op_timer import Clock, DeviceClock, HostClock
 from lowtide.profiling.saved_tensors import file_stash, host_stash
 from lowtide.profiling.smaller import measured_codec
 from lowtide.profiling.state_bytes import fingerprint_bytes, grain_of, rounding_bytes, state_bytes
@@ -102,7 +102,7 @@ def observe(
             layers=names,
             codec_of=measured_codec,
             holds_casts=holds_casts,
-            memory=None if ops is None else OpMemory(ops),
+            counted=ops,
         )
         try:
             with untouched(model, (batch, loss), device, tell or warn) as before, at_rest(model) as gathered:

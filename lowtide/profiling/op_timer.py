@@ -9,7 +9,7 @@ Operators of one *kind* do the same work: one operator, on operands of the same 
 numbers. Equal layers have them in each layer. A step that is observed is the first one as a rule, and its first layer
 meets cold caches, threads that start and kernels that are chosen. So each operator takes the lower median of its kind.
 
-Memory: `OpMemory` says what an operator holds while it runs, beside what it is given and gives out. Many operators are
+Memory: `held_bytes` says what an operator held while it ran, beside what it is given and gives out. Many operators are
 made of others (`_safe_softmax` makes a mask of its whole input), and kernels have workspace. A dispatch mode sees none
 of that, and a budget is held against the allocator's count, which has it. The allocator's peak is reset before each
 operator and read after it; what is beyond the bytes that are left is the operator's own. Allocators count when they are
@@ -151,15 +151,7 @@ class DeviceClock:
         return steady(seconds, [kind for _, kind in column])
 
 
-class OpMemory:
-    """The memory that operators hold inside, on one device. Use: `begin()`, run one operator, `end()`."""
-
-    def __init__(self, ops: TorchDevice) -> None:
-        self._ops = ops
-        self.begin = ops.reset_peak
-        """An operator is about to run."""
-
-    def end(self) -> int:
-        """The operator has run. Returns the most bytes that it held beyond those that it has left."""
-        peak_bytes, left_bytes = self._ops.allocated_bytes("peak"), self._ops.allocated_bytes("current")
-        return 0 if peak_bytes is None or left_bytes is None else max(0, peak_bytes - left_bytes)
+def held_bytes(ops: TorchDevice) -> int:
+    """The most bytes that an operator held beyond those that it has left; the peak was reset before it ran."""
+    peak_bytes, left_bytes = ops.allocated_bytes("peak"), ops.allocated_bytes("current")
+    return 0 if peak_bytes is None or left_bytes is None else max(0, peak_bytes - left_bytes)

@@ -162,8 +162,9 @@ class Recorder(CompiledMode):
         hooks = []
         for name, module in modules_to_follow(model, prefix):
             # What FSDP2 does before a module runs belongs to its caller, as it does when the model itself begins.
-            hooks.append(module.register_forward_pre_hook(self.here(self._entering(name)), prepend=not is_fsdp(module)))
-            hooks.append(module.register_forward_hook(self.here(self._leaving), always_call=True))
+            enter = self.here(functools.partial(self._enter, name))
+            hooks.append(module.register_forward_pre_hook(enter, prepend=not is_fsdp(module)))
+            hooks.append(module.register_forward_hook(self.here(self._leave), always_call=True))
         self._path = [prefix]
         try:
             yield
@@ -186,15 +187,12 @@ class Recorder(CompiledMode):
             self.names[key] = self._name(COMPILED)
             self.parameter_keys.discard(key)
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._path.append(name)
-            if is_fsdp(module):
-                self.parameter_keys |= storage_keys(module)
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._path.append(name)
+        if is_fsdp(module):
+            self.parameter_keys |= storage_keys(module)
 
-        return enter
-
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if len(self._path) > 1:
             self._path.pop()
 

@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.engines.device_ops import TorchDevice
 from lowtide.errors import ConfigError
 from lowtide.profiling.module_watch import ModuleWatch
-from lowtide.profiling.op_timer import Clock, OpMemory
+from lowtide.profiling.op_timer import Clock, held_bytes
 from lowtide.profiling.producer_names import CASTS, COMPILED, Recorder, modules_to_follow, op_name, refuse_misled
 from lowtide.profiling.saved_tensors import ByteStash, CodecOf, SavedTensorRecorder, is_parameter
 from lowtide.profiling.step_record import CompiledCall, StepState, Trace
@@ -61,15 +62,15 @@ class StepRecorder(Recorder):
         layers: tuple[str, ...],
         codec_of: CodecOf,
         holds_casts: bool = False,
-        memory: OpMemory | None = None,
+        counted: TorchDevice | None = None,
     ) -> None:
         super().__init__(set())
         self.state = StepState(device, clock, self, self._name)
         self.saves = SavedTensorRecorder(self.state, stash, codec_of)
         self.watch = ModuleWatch(self.state, self.saves, layers, self._counts.clear)
         self._path = self.state.path
-        self._memory = memory
-        """None where nobody counts what operators hold inside."""
+        self._counted = counted
+        """Whose allocator counts what operators hold inside."""
         # As autocast's cache would: it is off while this step runs, but on in those that follow.
         self._held_casts: list[Any] | None = [] if holds_casts else None
         self.failed_at = ""
@@ -88,9 +89,9 @@ class StepRecorder(Recorder):
         watch, compiled = self.watch, compiled_parts(model)
         for name, module in modules_to_follow(model, prefix):
             first = not is_fsdp(module)
-            hooks_of_one = (watch.entry(name), watch.begin(name), watch.end(name), watch.exit(name))
-            entry, begin, end, leave = map(self.here, hooks_of_one)
-            hooks.append(module.register_forward_pre_hook(entry, prepend=first, with_kwargs=True))
+            hooks_of_one = (watch.enter, watch.begin, watch.end, watch.leave)
+            enter, begin, end, leave = (self.here(functools.partial(hook, name)) for hook in hooks_of_one)
+            hooks.append(module.register_forward_pre_hook(enter, prepend=first, with_kwargs=True))
             hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
             hooks.append(module.register_forward_hook(end, prepend=True))
             hooks.append(module.register_forward_hook(leave, always_call=True))
@@ -129,15 +130,15 @@ class StepRecorder(Recorder):
             schema_of(func).is_mutable or writes_unsaid(call) or has_statistics(func)
         ):
             self._save_what_it_writes(call, state.about_to_write)
-        if self._memory is not None:
-            self._memory.begin()
+        if self._counted is not None:
+            self._counted.reset_peak()
         try:
             out, mark = state.ops.clock.run(func, args, kwargs)
         except Exception:
             self.failed_at = self.failed_at or f"{func.overloadpacket} in {self.path or 'the model'}"
             raise
-        if self._memory is not None:
-            call.temporary_bytes = self._memory.end()
+        if self._counted is not None:
+            call.temporary_bytes = held_bytes(self._counted)
             state.ops.temporary.append((call.index, call.temporary_bytes))
         sequence = self._note_call(call, out)
         if self._held_casts is not None and self.watch.is_autocast and not state.ops.is_backward:
@@ -280,15 +281,15 @@ _PART = _CompiledPart()
 def run_compiled(watch: ModuleWatch, part: tuple[str, nn.Module], call: Callable, args: tuple, kwargs: dict) -> Any:
     """What `call` gives; the call of the compiled `part` (name, module) is on record afterwards."""
     name, module = part
-    watch.entry(name)(module, args, kwargs)
-    watch.begin(name)(module, args, kwargs)
+    watch.enter(name, module, args, kwargs)
+    watch.begin(name, module, args, kwargs)
     output = None
     try:
         output = _run(watch.state, module, call, args, kwargs)
-        watch.end(name)(module, args, output)
+        watch.end(name, module, args, output)
         return output
     finally:
-        watch.exit(name)(module, args, output)
+        watch.leave(name, module, args, output)
 
 
 def _run(state: StepState, module: nn.Module, call: Callable, args: tuple, kwargs: dict) -> Any:

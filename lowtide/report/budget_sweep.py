@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.decisions import Prediction
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -21,10 +22,6 @@ from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
-
 
 _WAY_UP = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 """The budgets that are tried: shares of the way from the floor to the peak with everything kept."""

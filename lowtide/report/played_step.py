@@ -11,14 +11,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
 from lowtide.core.json_text import Mistake, build, parse_json
 from lowtide.core.plan import Plan
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, layer_of
 from lowtide.errors import ConfigError
 from lowtide.planner.by_rules import NO_COSTS, HostCosts, charged, problem_of
 from lowtide.planner.in_backward import in_turn_of
@@ -29,9 +30,6 @@ from lowtide.planner.state_items import StateShares, with_state
 from lowtide.timeline.events import Event, Timeline, run
 from lowtide.timeline.memory import Lifetimes, StepArrays, earliest_evict, plain_curve
 from lowtide.timeline.step import Link, Step
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 OWNERS = ("state, gradients, temporaries", "kept", "swapped, while here", "recomputed, while here")
 """Whose bytes a curve by owner shows, from the bottom up."""
@@ -129,7 +127,9 @@ def play(
     is_plain = shares is None and not again.any()
     plain_problem = problem if is_plain else problem_of(profile, config, has_gradients=has_gradients, layers=())
     seconds, plain = _plain_ticks(problem, plain_problem, again)
-    fates, num_ticks = _fates(plan, problem), len(problem.step.ticks)
+    # A retained input that the plan does not name is not needed, so its fate does not matter.
+    fate_of, num_ticks = fates_of(plan.sites), len(problem.step.ticks)
+    fates = [fate_of.get(item.name, item.fates[0]) for item in problem.step.items]
     num_items = len(problem.nodes)
     if shares is None and placed is not None and placed.moved_bytes:
         shares = shares_of(profile.state, link, config.host_budget, may_stay=config.optimizer == "auto")
@@ -156,13 +156,6 @@ def play(
         events=_named_again(events, problem, again, profile.layers),
         blocks=_shown(presences, num_ticks),
     )
-
-
-def _fates(plan: Plan, problem: Problem) -> list[Fate]:
-    """The fate of each item. A retained input that the plan does not name is not needed, so its fate does not
-    matter."""
-    fate_of = fates_of(plan.sites)
-    return [fate_of.get(item.name, item.fates[0]) for item in problem.step.items]
 
 
 def _second_runs(problem: Problem) -> np.ndarray:
@@ -193,7 +186,7 @@ def _named_again(
     for tick, op in enumerate(problem.starts[:-1]):
         if again[op]:
             path = problem.profile.op_names[op]
-            layer = next((layer for layer in layers if path.startswith(f"{layer}.")), path)
+            layer = layer_of(path, layers) or path
             names[f"backward {tick - problem.step.num_forward_ticks}"] = f"recompute {layer}"
     return tuple(dataclasses.replace(event, name=names.get(event.name, event.name)) for event in events)
 

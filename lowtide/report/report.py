@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lowtide.config.memory import MemoryConfig
 from lowtide.core.plan import Plan, why_unswapped
 from lowtide.core.profile import Profile
 from lowtide.planner.by_rules import NO_COSTS, HostCosts
@@ -65,9 +66,6 @@ class StepRow:
     seconds: float
     peak_bytes: int | None
 
-
-if TYPE_CHECKING:
-    from lowtide.config.memory import MemoryConfig
 
 _MOST_POINTS = 1024
 
@@ -159,51 +157,40 @@ def _step_document(played: Played) -> dict[str, Any]:
     }
 
 
-def tiles_of(plan: Plan, measured: Measured) -> list[Tile]:
+def tiles_of(plan: Plan, measured: Measured) -> Iterator[Tile]:
     """Predicted figures, with measured ones beside them where there are any."""
     predicted = plan.predicted
     assert predicted is not None
     more = predicted.step_seconds / predicted.plain_seconds - 1 if predicted.plain_seconds else 0.0
-    tiles = [
-        Tile(
-            what="peak, predicted",
-            value=format_bytes(predicted.peak_bytes),
-            beside="no budget" if plan.budget_bytes is None else f"of {format_bytes(plan.budget_bytes)}",
-        )
-    ]
+    yield Tile(
+        what="peak, predicted",
+        value=format_bytes(predicted.peak_bytes),
+        beside="no budget" if plan.budget_bytes is None else f"of {format_bytes(plan.budget_bytes)}",
+    )
     if measured.peak_bytes is not None:
         off = measured.peak_bytes / predicted.peak_bytes - 1 if predicted.peak_bytes else 0.0
         beside = "temporaries not counted" if measured.is_without_temporaries else f"{100 * off:+.1f} % off"
-        tiles.append(Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=beside))
-    tiles.append(
-        Tile(
-            what="everything kept",
-            value=format_bytes(predicted.plain_peak_bytes),
-            beside="" if predicted.floor_bytes is None else f"floor {format_bytes(predicted.floor_bytes)}",
-        )
+        yield Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=beside)
+    yield Tile(
+        what="everything kept",
+        value=format_bytes(predicted.plain_peak_bytes),
+        beside="" if predicted.floor_bytes is None else f"floor {format_bytes(predicted.floor_bytes)}",
     )
     saved_bytes = predicted.plain_peak_bytes - predicted.peak_bytes
-    tiles.append(saved_tile("the plan", saved_bytes, predicted.plain_peak_bytes, "everything kept"))
-    tiles.append(
-        Tile(
-            what="step, predicted",
-            value=format_seconds(predicted.step_seconds),
-            beside=f"{100 * more:+.1f} % to everything kept",
-        )
+    yield saved_tile("the plan", saved_bytes, predicted.plain_peak_bytes, "everything kept")
+    yield Tile(
+        what="step, predicted",
+        value=format_seconds(predicted.step_seconds),
+        beside=f"{100 * more:+.1f} % to everything kept",
     )
     if measured.step_seconds is not None:
         off = measured.step_seconds / predicted.step_seconds - 1 if predicted.step_seconds else 0.0
-        tiles.append(
-            Tile(what="step, measured", value=format_seconds(measured.step_seconds), beside=f"{100 * off:+.1f} % off")
-        )
-    tiles.append(
-        Tile(
-            what="waits and recompute",
-            value=format_seconds(predicted.stall_seconds + predicted.recompute_seconds),
-            beside=f"{format_seconds(predicted.stall_seconds)} waits",
-        )
+        yield Tile(what="step, measured", value=format_seconds(measured.step_seconds), beside=f"{100 * off:+.1f} % off")
+    yield Tile(
+        what="waits and recompute",
+        value=format_seconds(predicted.stall_seconds + predicted.recompute_seconds),
+        beside=f"{format_seconds(predicted.stall_seconds)} waits",
     )
-    return tiles
 
 
 def saved_tile(who: str, saved_bytes: int, whole_bytes: int, of_what: str) -> Tile:

@@ -14,10 +14,10 @@ Cost: milliseconds beyond the pictures. Not covered: reports of several runs at 
 
 A step as a memory snapshot: the pickle that PyTorch's viewer (pytorch.org/memory_viz) opens, from a plan alone.
 
-What: `snapshot` writes the predicted step of a plan, or of several, as `torch.cuda.memory._snapshot()` would have
-recorded it: an `alloc` and a `free` for each activation when it comes and goes, with its name and fate in place of a
-stack. Model state, gradients and temporaries, of which only sums are known, are blocks that are stacked: what comes
-last goes first. No device and no run is needed. Format: `torch/cuda/memory.py` of torch 2.13.
+What: `snapshot` writes the predicted step of a plan as `torch.cuda.memory._snapshot()` would have recorded it: an
+`alloc` and a `free` for each activation when it comes and goes, with its name and fate in place of a stack. Model
+state, gradients and temporaries, of which only sums are known, are blocks that are stacked: what comes last goes first.
+No device and no run is needed. Format: `torch/cuda/memory.py` of torch 2.13.
 Exact: after the events of each tick, the allocated bytes are those of the plan's curve; in between they are never more.
 Addresses are made up (the smallest hole that fits), so what the viewer says of fragmentation means nothing.
 Cost: some microseconds and 100 bytes an event. Not covered: what really ran; torch records that itself on CUDA.
@@ -30,8 +30,10 @@ import json
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,8 @@ from lowtide.report.pictures import (
     on_dark,
     sweep_picture,
 )
-from lowtide.report.played_step import OWNERS, Played
+from lowtide.report.played_step import OWNERS, Block, Played
 from lowtide.report.report import Report, document
-from lowtide.timeline.events import Event
 from lowtide.units import format_bytes
 from lowtide.version import __version__
 
@@ -57,13 +58,31 @@ PROTOCOL = 4
 _BASE = 1 << 40
 _UNNAMED = "state, gradients, temporaries: sum"
 _WORDS = ("optimizer state, while here", "kept", "swapped, while here", "recomputed, while here")
-Frames = list[dict[str, Any]]
 
 
-def snapshot(steps: Sequence[Played]) -> dict[str, Any]:
-    """The document. Each step is a device of its own: rank 0 is device 0."""
-    devices = [_Device(number, played) for number, played in enumerate(steps)]
-    return {"segments": [device.segment() for device in devices], "device_traces": [d.trace() for d in devices]}
+def snapshot(played: Played) -> dict[str, Any]:
+    """The document."""
+    coming: dict[int, list[Block]] = defaultdict(list)
+    for block in (*_unnamed(played), *played.blocks):
+        coming[block.start].append(block)
+    there: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    trace: list[dict[str, Any]] = []
+    room = RangeAllocator()
+    for tick, start in enumerate((*played.starts, played.step_seconds)):
+        when = {"stream": 0, "time_us": round(start * 1e6)}
+        for taken in there.pop(tick, ()):
+            room.free(taken["addr"] - _BASE, taken["size"])
+            trace += [{"action": action, **taken, **when} for action in ("free_requested", "free_completed")]
+        for block in coming[tick]:
+            frames = _frames(block, tick, played.curve.num_forward_ticks)
+            taken = {"addr": _BASE + room.allocate(block.nbytes), "size": block.nbytes, "frames": frames}
+            there[block.end].append(taken)
+            trace.append({"action": "alloc", **taken, **when, "category": OWNERS[block.owner]})
+    first = {"action": "segment_alloc", "addr": _BASE, "size": room.end_bytes, "stream": 0, "frames": [], "time_us": 0}
+    # The viewer adds this category by itself where it is missing, and some versions of it fail there.
+    trace.insert(0, {**first, "category": "unknown"})
+    left = sorted((taken for those in there.values() for taken in those), key=itemgetter("addr"))
+    return {"segments": [_segment(left, room.end_bytes)], "device_traces": [trace]}
 
 
 def to_bytes(document: dict[str, Any]) -> bytes:
@@ -71,141 +90,69 @@ def to_bytes(document: dict[str, Any]) -> bytes:
     return pickle.dumps(document, protocol=PROTOCOL)
 
 
-class _Device:
-    """One step, on addresses of its own."""
-
-    def __init__(self, number: int, played: Played) -> None:
-        self._number = number
-        self._room = RangeAllocator()
-        self._events: list[dict[str, Any]] = []
-        self._live: dict[int, tuple[int, Frames]] = {}
-        """Address -> bytes and their owner."""
-        self._unnamed: list[tuple[int, int]] = []
-        """Addresses and bytes of what has no name, the newest last."""
-        self._play(played)
-
-    def trace(self) -> list[dict[str, Any]]:
-        first = {"action": "segment_alloc", "addr": _BASE, "size": self._room.end_bytes, "stream": 0, "frames": []}
-        # The viewer adds this category by itself where it is missing, and some versions of it fail there.
-        return [{**first, "time_us": 0, "category": "unknown"}, *self._events]
-
-    def segment(self) -> dict[str, Any]:
-        """What is on the device when the step is over."""
-        blocks: list[dict[str, Any]] = []
-        at = 0
-        for address, (nbytes, frames) in sorted(self._live.items()):
-            if address > at:
-                blocks.append(_block(at, address - at, "inactive", []))
-            blocks.append(_block(address, nbytes, "active_allocated", frames))
-            at = address + nbytes
-        if at < self._room.end_bytes:
-            blocks.append(_block(at, self._room.end_bytes - at, "inactive", []))
-        allocated = sum(nbytes for nbytes, _ in self._live.values())
-        return {
-            "device": self._number,
-            "address": _BASE,
-            "total_size": self._room.end_bytes,
-            "allocated_size": allocated,
-            "active_size": allocated,
-            "requested_size": allocated,
-            "stream": 0,
-            "segment_type": "large",
-            "segment_pool_id": (0, 0),
-            "is_expandable": False,
-            "frames": [],
-            "blocks": blocks,
-        }
-
-    def _play(self, played: Played) -> None:
-        coming, going = defaultdict(list), defaultdict(list)
-        named = [0] * (len(played.starts) + 1)
-        for number, block in enumerate(played.blocks):
-            coming[block.start].append(number)
-            going[block.end].append(number)
-            for tick in range(block.start, block.end) if block.owner == 0 else ():
-                named[tick] += block.nbytes
-        others = _others(played, named)
-        address_of: dict[int, int] = {}
-        for tick, start in enumerate((*played.starts, played.step_seconds)):
-            for number in going[tick]:
-                self._free(address_of.pop(number), start)
-            if tick == len(played.starts):
-                break
-            self._level(others[tick], start, _frames(_UNNAMED, tick, played.curve.num_forward_ticks))
-            for number in coming[tick]:
-                block = played.blocks[number]
-                frames = _frames(block.name, tick, played.curve.num_forward_ticks, _WORDS[block.owner])
-                address_of[number] = self._alloc(block.nbytes, start, frames, OWNERS[block.owner])
-
-    def _level(self, wanted: int, start: float, frames: Frames) -> None:
-        """Bring what has no name to so many bytes."""
-        have = sum(nbytes for _, nbytes in self._unnamed)
-        while have > wanted:
-            address, nbytes = self._unnamed.pop()
-            self._free(address, start)
-            have -= nbytes
-        if wanted > have:
-            address = self._alloc(wanted - have, start, frames, OWNERS[0])
-            self._unnamed.append((address, wanted - have))
-
-    def _alloc(self, nbytes: int, start: float, frames: Frames, category: str) -> int:
-        address = self._room.allocate(nbytes)
-        self._live[address] = (nbytes, frames)
-        self._note("alloc", address, start, category=category)
-        return address
-
-    def _free(self, address: int, start: float) -> None:
-        for action in ("free_requested", "free_completed"):
-            self._note(action, address, start)
-        nbytes, _ = self._live.pop(address)
-        self._room.free(address, nbytes)
-
-    def _note(self, action: str, address: int, start: float, **more: str) -> None:
-        nbytes, frames = self._live[address]
-        self._events.append(
-            {
-                "action": action,
-                "addr": _BASE + address,
-                "size": nbytes,
-                "stream": 0,
-                "frames": frames,
-                "time_us": round(start * 1e6),
-                **more,
-            }
-        )
-
-
-def _others(played: Played, named: Sequence[int]) -> list[int]:
-    """In each tick, bytes that are in no block: state, gradients, temporaries, and what recipes need while they run."""
-    recomputed = [0] * (len(played.starts) + 1)
+def _unnamed(played: Played) -> Iterator[Block]:
+    """What is in no block (state, gradients, temporaries, what recipes need while they run), stacked."""
+    num_ticks = len(played.starts)
+    named = [0] * (num_ticks + 1)
     for block in played.blocks:
-        if block.owner == len(OWNERS) - 1:
-            recomputed[block.start] += block.nbytes
-            recomputed[block.end] -= block.nbytes
-    others, made = [], 0
-    for tick, state in enumerate(played.bytes_by_owner[0]):
-        made += recomputed[tick]
-        others.append(state - named[tick] + played.bytes_by_owner[-1][tick] - made)
-    assert min(others, default=0) >= 0
-    return others
+        named[block.start] += block.nbytes
+        named[block.end] -= block.nbytes
+    stack: list[tuple[int, int]] = []
+    have = 0
+    for tick, (total, known) in enumerate(zip(played.curve.planned_bytes, accumulate(named))):
+        assert total >= known
+        while have > total - known:
+            start, nbytes = stack.pop()
+            have -= nbytes
+            yield Block(name=_UNNAMED, owner=0, nbytes=nbytes, start=start, end=tick)
+        if total - known > have:
+            stack.append((tick, total - known - have))
+            have = total - known
+    for start, nbytes in stack:  # it is there when the step is over
+        yield Block(name=_UNNAMED, owner=0, nbytes=nbytes, start=start, end=num_ticks + 1)
 
 
-def _frames(name: str, tick: int, num_forward_ticks: int, what: str = "") -> Frames:
+def _segment(left: Sequence[dict[str, Any]], total_bytes: int) -> dict[str, Any]:
+    """What is on the device when the step is over, in the order of addresses, and the holes between."""
+    blocks: list[dict[str, Any]] = []
+    at = _BASE
+    for taken in (*left, {"addr": _BASE + total_bytes, "size": 0, "frames": []}):
+        if taken["addr"] > at:
+            blocks.append(_block(at, taken["addr"] - at, "inactive", []))
+        if taken["size"]:
+            blocks.append(_block(taken["addr"], taken["size"], "active_allocated", taken["frames"]))
+        at = taken["addr"] + taken["size"]
+    allocated = sum(taken["size"] for taken in left)
+    return {
+        "device": 0,
+        "address": _BASE,
+        "total_size": total_bytes,
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": allocated,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+def _block(address: int, nbytes: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"address": address, "size": nbytes, "requested_size": nbytes, "state": state, "frames": frames}
+
+
+def _frames(block: Block, tick: int, num_forward_ticks: int) -> list[dict[str, Any]]:
     """Lines in place of a stack: the operator that was running, the owner of the bytes, and what the plan does."""
     is_forward = tick < num_forward_ticks
-    file = "forward" if is_forward else "backward"
-    line = tick if is_forward else tick - num_forward_ticks
-    return [{"filename": file, "line": line, "name": each} for each in (name, what) if each]
-
-
-def _block(address: int, nbytes: int, state: str, frames: Frames) -> dict[str, Any]:
-    return {
-        "address": _BASE + address,
-        "size": nbytes,
-        "requested_size": nbytes,
-        "state": state,
-        "frames": frames,
-    }
+    place = (
+        {"filename": "forward", "line": tick}
+        if is_forward
+        else {"filename": "backward", "line": tick - num_forward_ticks}
+    )
+    names = [block.name] if block.name == _UNNAMED else [block.name, _WORDS[block.owner]]
+    return [{**place, "name": name} for name in names]
 
 
 _FAR_GAP = 0.1
@@ -344,7 +291,7 @@ def _content(report: Report, name: str) -> bytes:
     if name.endswith(".trace.json"):
         return json.dumps(trace(_step_of(report, name), report.title)).encode()
     if name.endswith(".pickle"):
-        return to_bytes(snapshot([_step_of(report, name)]))
+        return to_bytes(snapshot(_step_of(report, name)))
     return json.dumps(document(report), indent=1).encode()
 
 
@@ -354,17 +301,15 @@ def _step_of(report: Report, name: str) -> Played:
     return report.played
 
 
-def _complete(event: Event) -> dict[str, Any]:
-    begin, lasts = event.start * 1e6, (event.end - event.start) * 1e6
-    return {"ph": "X", "pid": 1, "tid": _THREADS[event.lane], "name": event.name, "ts": begin, "dur": lasts}
-
-
 def trace(played: Played, title: str) -> dict[str, Any]:
     """The document, ready for `json.dumps`."""
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
     for lane, thread in _THREADS.items():
         events.append({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": _NAMES[lane]}})
-    events += [_complete(event) for event in played.events]
+    for event in played.events:
+        begin, lasts = event.start * 1e6, (event.end - event.start) * 1e6
+        told = {"ph": "X", "pid": 1, "tid": _THREADS[event.lane], "name": event.name, "ts": begin, "dur": lasts}
+        events.append(told)
     for tick, start in enumerate(played.starts):
         values = {owner: part[tick] for owner, part in zip(OWNERS, played.bytes_by_owner, strict=True)}
         events.append({"ph": "C", "pid": 1, "name": "bytes on the device", "ts": start * 1e6, "args": values})

@@ -12,7 +12,7 @@ The rules:
 - everything has left when backward starts;
 - fetches start in order of need, each at the last tick from which it still arrives with some slack; later where memory
   has no room yet, but never after the need. At the need compute waits for a fetch that is not complete;
-- an item that only visits the device (`Item.visit_bytes`) is not copied out in forward, is fetched once there is a
+- an item that only visits the device (`Item.visit`) is not copied out in forward, is fetched once there is a
   place for it, and takes the lane out after its need, which nothing waits for but the end of a step whose forward has
   visitors too: what they bring has left then;
 - recomputed items are made at their first need, in a chain, on the compute lane;
@@ -361,13 +361,13 @@ class _Visitors:
         self._lane_free = 0.0
         for index in arrays.for_forward.tolist():
             item = arrays.step.items[index]
-            self._fetches.setdefault(item.fetch_from, []).append(index)
+            self._fetches.setdefault(item.visit.fetch_from, []).append(index)
             self._needs.setdefault(item.reads[0], []).append(index)
-            clock.contention[item.fetch_from] += link.compute_share * self._seconds(index)
+            clock.contention[item.visit.fetch_from] += link.compute_share * self._seconds(index)
 
     def _seconds(self, index: int) -> float:
         link, item = self._clock.link, self._clock.arrays.step.items[index]
-        return link.latency_seconds + item.visit_bytes / link.in_bytes_per_second
+        return link.latency_seconds + item.visit.nbytes / link.in_bytes_per_second
 
     def come(self, tick: int) -> None:
         """The tick is about to begin: fetch what has a place now, and wait for what it reads."""

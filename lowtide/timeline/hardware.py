@@ -2,8 +2,8 @@
 
 What: `load_hardware("h200")`, or the path of a file of one's own. The files, devices/*.toml, are flat: one number a
 line, and with each number where it comes from: 'measured: how', 'vendor: which document', 'published: where', or
-'assumed: from what'. Rates are what programs reach. `read_sourced` finds such a file by its name or path, and
-`read_numbers` checks it whole.
+'assumed: from what'. Rates are what programs reach. `read_numbers` finds such a file by its name or path, and checks it
+whole.
 Roofline: Williams, Waterman, Patterson, CACM 2009: an operator takes the longer of its arithmetic and its traffic.
 
 Kernels that reach different rates have prices of their own: large products; attention, by kernel and by pass
@@ -55,6 +55,10 @@ _SOURCES = ("measured: ", "vendor: ", "published: ", "assumed: ")
 class Form:
     """What a kind of file has in it."""
 
+    folder: str
+    """Of `timeline/`, with those that lowtide has."""
+    kind: str
+    """What they describe, for messages."""
     keys: tuple[str, ...]
     optional: tuple[str, ...] = ()
     may_be_zero: tuple[str, ...] = ()
@@ -63,6 +67,8 @@ class Form:
 
 
 _DEVICE = Form(
+    folder="devices",
+    kind="hardware: unknown device",
     keys=(
         "memory_bytes",
         "flops_per_second.float32",
@@ -166,17 +172,7 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise ConfigError(f"hardware: expected a name such as 'h200', or the path of a TOML file, not {name_or_path!r}")
-    return _parse(*read_sourced(name_or_path, "devices", "hardware: unknown device"))
-
-
-def memory_of_hardware(hardware: Hardware) -> DeviceMemory:
-    """Of such a device, of which nobody has taken anything yet."""
-    nbytes = hardware.memory_bytes
-    return DeviceMemory(total_bytes=nbytes, free_bytes=nbytes, where=f"of {hardware.name}")
-
-
-def _parse(text: str, where: str, name: str) -> Hardware:
-    numbers, sources = read_numbers(text, where, _DEVICE)
+    name, where, numbers, sources = read_numbers(name_or_path, _DEVICE)
     flops = {key.partition(".")[2]: value for key, value in numbers.items() if key.startswith("flops_per_second.")}
     return Hardware(
         name=name,
@@ -197,6 +193,12 @@ def _parse(text: str, where: str, name: str) -> Hardware:
     )
 
 
+def memory_of_hardware(hardware: Hardware) -> DeviceMemory:
+    """Of such a device, of which nobody has taken anything yet."""
+    nbytes = hardware.memory_bytes
+    return DeviceMemory(total_bytes=nbytes, free_bytes=nbytes, where=f"of {hardware.name}")
+
+
 def _is_whole(numbers: Mapping[str, float], kernel: str, where: str) -> bool:
     """Whether the file has this kernel. Half of one is a mistake."""
     missing = [key for key in (f"attention.{kernel}.forward", f"attention.{kernel}.backward") if key not in numbers]
@@ -208,11 +210,26 @@ def _is_whole(numbers: Mapping[str, float], kernel: str, where: str) -> bool:
 # -- files of numbers with sources ------------------------------------------------------------------------------------
 
 
-def read_numbers(text: str, where: str, form: Form) -> tuple[dict[str, float], dict[str, str]]:
-    """The numbers of a file and their sources, by key. `where` starts each message.
+def read_numbers(name_or_path: str | os.PathLike[str], form: Form) -> tuple[str, str, dict[str, float], dict[str, str]]:
+    """Of one of the files of this form, or of one of the user's own, whose path ends in .toml: its name, where it is
+    for messages, its numbers and their sources by key. In a name case does not count, nor do blanks, hyphens and
+    underscores: `RTX 4090` is `rtx4090`.
 
-    Raises `ConfigError`: not TOML, or any mistake in a key, a number or a source.
+    Raises `ConfigError`: name unknown, file missing, not TOML, or any mistake in a key, a number or a source.
     """
+    where = os.fspath(name_or_path)
+    if where.endswith(".toml"):
+        name, text = Path(where).stem, read_text(where, most_bytes=MOST_YAML_BYTES)
+    else:
+        name = "".join(letter for letter in where.casefold() if letter not in " -_")
+        names = known_names(form.folder)
+        if name not in names:
+            raise ConfigError(
+                f"{form.kind} '{where}'{did_you_mean(where.lower(), names)} (known: {', '.join(names)}; a file of your "
+                "own is given by its path, which ends in .toml)"
+            )
+        where = f"{name}.toml"
+        text = (_folder(form.folder) / where).read_text(encoding="utf-8")
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -232,32 +249,13 @@ def read_numbers(text: str, where: str, form: Form) -> tuple[dict[str, float], d
         if key not in entries:
             raise ConfigError(f"{where}: missing key '{key}'; write {key} = {_FORM}")
     numbers = {key: _number(where, key, entry, form) for key, entry in entries.items()}
-    return numbers, {key: entry["source"] for key, entry in entries.items()}
+    return name, where, numbers, {key: entry["source"] for key, entry in entries.items()}
 
 
 def known_names(folder: str) -> tuple[str, ...]:
     """The files that lowtide has in this folder of `timeline/`, in alphabetical order, without their ending."""
     names = (entry.name for entry in _folder(folder).iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
-
-
-def read_sourced(name_or_path: str | os.PathLike[str], folder: str, kind: str) -> tuple[str, str, str]:
-    """The text of one of these files, or of one of the user's own, whose path ends in .toml; where it is, for messages;
-    and its name. In a name case does not count, nor do blanks, hyphens and underscores: `RTX 4090` is `rtx4090`.
-
-    `kind`: what the files describe, `hardware: unknown device`. Raises `ConfigError`: name unknown, file missing.
-    """
-    name = os.fspath(name_or_path)
-    if name.endswith(".toml"):
-        return read_text(name, most_bytes=MOST_YAML_BYTES), name, Path(name).stem
-    known = "".join(letter for letter in name.casefold() if letter not in " -_")
-    names = known_names(folder)
-    if known not in names:
-        raise ConfigError(
-            f"{kind} '{name}'{did_you_mean(name.lower(), names)} (known: {', '.join(names)}; a file of your own is "
-            "given by its path, which ends in .toml)"
-        )
-    return (_folder(folder) / f"{known}.toml").read_text(encoding="utf-8"), f"{known}.toml", known
 
 
 def _folder(name: str) -> Any:
@@ -308,6 +306,8 @@ _KEYS = (
     "reserved_share",
 )
 _CLUSTER = Form(
+    folder="clusters",
+    kind="cluster: unknown cluster",
     keys=_KEYS,
     may_be_zero=("message_seconds", "overlap_share", "reserved_share"),
 )
@@ -341,11 +341,7 @@ class Cluster:
 
 def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
     """The cluster of that name, or of a TOML file. Raises `ConfigError` as `load_hardware` does."""
-    return _parse_cluster(*read_sourced(name_or_path, "clusters", "cluster: unknown cluster"))
-
-
-def _parse_cluster(text: str, where: str, name: str) -> Cluster:
-    numbers, sources = read_numbers(text, where, _CLUSTER)
+    name, where, numbers, sources = read_numbers(name_or_path, _CLUSTER)
     for key in ("overlap_share", "compute_share", "reserved_share"):
         if numbers[key] > 1:
             raise ConfigError(f"{where}: {key}: a share is at most 1, not {numbers[key]:g}")

@@ -36,10 +36,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ticks = Sequence[int | None]
 """A tick for each item, or None where there is none."""
-_COLUMNS = (
-    *("nbytes", "born", "saved", "dies", "recipe_seconds", "recipe_bytes", "check_bytes"),
-    *("visit_bytes", "leave_bytes", "fetch_from"),
-)
+_COLUMNS = ("nbytes", "born", "saved", "dies", "recipe_seconds", "recipe_bytes", "check_bytes")
 """Fields of items that `StepArrays` has by the same names."""
 
 
@@ -81,6 +78,9 @@ class StepArrays:
             seconds=np.array([tick.seconds for tick in step.ticks], float),
             base=np.array([tick.base_bytes for tick in step.ticks], np.int64),
             first_read=np.array([item.reads[0] if item.reads else num_ticks for item in items], np.int64),
+            visit_bytes=np.array([item.visit.nbytes for item in items], np.int64),
+            leave_bytes=np.array([item.visit.leave_bytes for item in items], np.int64),
+            fetch_from=np.array([item.visit.fetch_from for item in items], np.int64),
             release=np.array([max(item.release, item.reads[-1] + 1 if item.reads else 0) for item in items], np.int64),
             **columns,
         )
@@ -103,7 +103,7 @@ class StepArrays:
         """Indices of the visitors that forward reads, in the order in which they are fetched."""
         items, num_forward = self.step.items, self.step.num_forward_ticks
         early = [index for index, item in enumerate(items) if item.is_for_forward(num_forward)]
-        early.sort(key=lambda index: (items[index].fetch_from, items[index].reads[0]))
+        early.sort(key=lambda index: (items[index].visit.fetch_from, items[index].reads[0]))
         return np.array(early, np.int64)
 
     @functools.cached_property

@@ -29,6 +29,18 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """How an item that is only on a visit comes and goes."""
+
+    nbytes: int = 0
+    """What comes; 0: it is no visitor."""
+    leave_bytes: int = 0
+    """What leaves after it was read, in backward."""
+    fetch_from: int = 0
+    """It is not fetched before this tick, in which its place is free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """Something that is kept, swapped or recomputed."""
 
@@ -60,13 +72,9 @@ class Item:
     form_of: int | None = None
     """Of a smaller form: the item that is made from it. Its own fate recompute means that there is no such form: what
     is made again is made by its recipe."""
-    visit_bytes: int = 0
+    visit: Visit = Visit()
     """Of what is elsewhere when the step begins and is read once, in forward or backward, through a place that ticks
-    count among their own bytes: what comes for that. Its `nbytes` are 0."""
-    leave_bytes: int = 0
-    """What leaves after that, in backward."""
-    fetch_from: int = 0
-    """Not fetched before this tick, in which its place is free."""
+    count among their own bytes. Its own `nbytes` are 0."""
 
     @property
     def is_retained_input(self) -> bool:
@@ -75,7 +83,7 @@ class Item:
 
     def is_for_forward(self, num_forward_ticks: int) -> bool:
         """A visitor that forward reads: nothing is to be decided about it, and it is only on the clock."""
-        return self.visit_bytes > 0 and self.reads[0] < num_forward_ticks
+        return self.visit.nbytes > 0 and self.reads[0] < num_forward_ticks
 
     @property
     def sources(self) -> tuple[int, ...]:

@@ -118,11 +118,11 @@ def test_the_plan_says_how_the_state_travels() -> None:
 def test_visitors_carry_all_of_the_state_each_once_its_place_is_free() -> None:
     profile = profile_of()
     updates = updates_allowed(profile, MEMORY, LINK, 1)[0]
-    visitors = [item for item in problem_of(profile, MEMORY, shares=updates).step.items if item.visit_bytes]
-    assert sum(item.visit_bytes for item in visitors) == 256 * MIB
-    assert all(item.fetch_from <= item.reads[0] and not item.nbytes for item in visitors)
+    visitors = [item for item in problem_of(profile, MEMORY, shares=updates).step.items if item.visit.nbytes]
+    assert sum(item.visit.nbytes for item in visitors) == 256 * MIB
+    assert all(item.visit.fetch_from <= item.reads[0] and not item.nbytes for item in visitors)
     for before, item in zip(visitors, visitors[NUM_PLACES:], strict=False):
-        assert item.fetch_from >= before.reads[0], "no more than there are places for"
+        assert item.visit.fetch_from >= before.reads[0], "no more than there are places for"
 
 
 @pytest.mark.parametrize(("layer_share", "num_places"), [(0.1, NUM_PLACES), (0.2, 13), (0.3, 16), (0.0, NUM_PLACES)])

@@ -59,12 +59,12 @@ def test_each_layer_visits_in_forward_and_in_backward() -> None:
     names = [f"{WEIGHTS} {layer}" for layer in profile.layers]
     assert [item.name for item in forward] == names
     assert [item.name for item in backward] == names[::-1]
-    assert {item.visit_bytes for item in forward} == {12 * MIB} and not any(item.leave_bytes for item in forward)
-    assert {item.leave_bytes for item in backward} == {12 * MIB}, "what is trained leaves"
-    here = [item.visit_bytes for item in backward[: NUM_LAYERS_HERE - 2]]
+    assert {item.visit.nbytes for item in forward} == {12 * MIB} and not any(item.visit.leave_bytes for item in forward)
+    assert {item.visit.leave_bytes for item in backward} == {12 * MIB}, "what is trained leaves"
+    here = [item.visit.nbytes for item in backward[: NUM_LAYERS_HERE - 2]]
     assert here == [1] * len(here), "they are there since their forward"
     for before, item in zip(forward, forward[NUM_LAYERS_HERE - 1 :], strict=False):
-        assert item.fetch_from >= before.reads[0], "no more than there are places for"
+        assert item.visit.fetch_from >= before.reads[0], "no more than there are places for"
 
 
 def test_the_ticks_have_a_window_of_weights() -> None:

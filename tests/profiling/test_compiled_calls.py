@@ -18,17 +18,17 @@ class Watch:
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] = []
 
-    def entry(self, name: str) -> Any:
-        return lambda module, args, kwargs: self.seen.append((f"entry {name}", args))
+    def enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.seen.append((f"enter {name}", args))
 
-    def begin(self, name: str) -> Any:
-        return lambda module, args, kwargs: self.seen.append((f"begin {name}", args))
+    def begin(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.seen.append((f"begin {name}", args))
 
-    def end(self, name: str) -> Any:
-        return lambda module, args, output: self.seen.append((f"end {name}", output))
+    def end(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        self.seen.append((f"end {name}", output))
 
-    def exit(self, name: str) -> Any:
-        return lambda module, args, output: self.seen.append((f"exit {name}", output))
+    def leave(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        self.seen.append((f"leave {name}", output))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -53,4 +53,4 @@ def test_hooks_around_a_compiled_part_are_those_around_a_module(fails: bool, mon
         assert step_recorder.run_compiled(watch, part, call, (1,), {}) == 2
     output = None if fails else 2
     caught = [] if fails else [("end layers.0", 2)]
-    assert watch.seen == [("entry layers.0", (1,)), ("begin layers.0", (1,)), *caught, ("exit layers.0", output)]
+    assert watch.seen == [("enter layers.0", (1,)), ("begin layers.0", (1,)), *caught, ("leave layers.0", output)]

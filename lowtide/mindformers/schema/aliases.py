@@ -37,10 +37,6 @@ class Role:
     def names(self, family: str) -> tuple[str, ...]:
         return {"legacy": self.legacy, "mcore": self.mcore, "hf": self.hf}.get(family, ())
 
-    @property
-    def all_names(self) -> tuple[str, ...]:
-        return (*self.legacy, *self.mcore, *self.hf)
-
 
 def _read() -> dict[str, tuple[Role, ...]]:
     """The roles by the models that have them first; lists of the file as tuples."""

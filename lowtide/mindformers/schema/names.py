@@ -240,7 +240,7 @@ def _translate(parts: list[str], tree: Tree, *, is_default: bool) -> list[str]:
     family = family_of(tree)
     names: list[str] = []
     for role in ROLES:
-        if family == "hf" and any(_names(parts, name) for name in role.all_names):
+        if family == "hf" and any(_names(parts, name) for name in (*role.legacy, *role.mcore, *role.hf)):
             names += _present(role, tree)
             if is_default and not names:
                 kind = role.name.rsplit(":", 1)[-1]
@@ -344,7 +344,9 @@ def judge(target: str, recomputed: Sequence[str], tree: Tree | None) -> Verdict:
         return Verdict(is_swapped=False)
     inside = [name for name in recomputed if target == LAYER or is_within(name, target)]
     if inside and tree is not None:
-        operators = list(_operators(tree)) if target == LAYER else operators_below(target, tree)
+        operators = operators_below(target, tree)
+        if target == LAYER:
+            operators = [name for name in all_names(tree) if not lookup(name, tree)]
         if all(any(is_within(operator, outer) for outer in inside) for operator in operators):
             return Verdict(is_swapped=False, holes=tuple(inside))
     for reader in _readers(target, tree) if target != LAYER else ():
@@ -358,10 +360,6 @@ def roles_of(name: str, tree: Tree | None) -> set[str]:
     """Names of the roles that a part may stand for; `layer_output` for what makes the layer's output."""
     names = {role.name for role, _ in _roles(name, tree)}
     return names | {"layer_output"} if "add" in names else names
-
-
-def _operators(tree: Tree) -> list[str]:
-    return [name for name in all_names(tree) if not lookup(name, tree)]
 
 
 def _roles(name: str, tree: Tree | None) -> list[tuple[Role, str]]:

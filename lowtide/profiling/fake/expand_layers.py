@@ -74,7 +74,7 @@ class _Expansion:
         self.shift, self.sequences = Shift(inserts), Shift(sequences)
         start_sequence = trace.ops.start_sequence
         self.relative = Shift([(point - start_sequence, length) for point, length in sequences])
-        self.copies = self._copies(points, length, back_length)
+        self.copies = list(self._copies(points, length, back_length))
 
     def _place(self, span: Span) -> _Place:
         trace = self.trace
@@ -95,25 +95,21 @@ class _Expansion:
                 return index
         raise CannotSkipError
 
-    def _copies(self, points: list[tuple[int, int, int]], length: int, back_length: int) -> list[_Place]:
+    def _copies(self, points: list[tuple[int, int, int]], length: int, back_length: int) -> Iterator[_Place]:
         """Where the skipped layers' operators are going to be."""
-        copies = []
         for number, (first, back, sequence) in enumerate(points):
             # Of several layers at one place, the earlier comes first in forward and last in backward.
             start = self.shift.end(first) + sum(length for other in points[:number] if other[0] == first)
             back_start = self.shift.end(back) + sum(back_length for other in points[number + 1 :] if other[1] == back)
             before = sum(self.num_sequences for other in points[:number] if other[2] == sequence)
-            copies.append(
-                _Place(
-                    self.run.skipped[number],
-                    start,
-                    start + length,
-                    back_start,
-                    back_start + back_length,
-                    self.sequences.end(sequence) + before,
-                )
+            yield _Place(
+                self.run.skipped[number],
+                start,
+                start + length,
+                back_start,
+                back_start + back_length,
+                self.sequences.end(sequence) + before,
             )
-        return copies
 
     # -- numbers ---------------------------------------------------------------------------------------------------
 
@@ -184,11 +180,11 @@ class _Expansion:
             storages=storages,
             off_device={table[i].index for table in where for i in trace.off_device if i in table},
             nodes=sorted(self._nodes(own, where), key=lambda node: (node.saved, node.storage.index)),
-            never_read=self._never_read(own, where),
+            never_read=list(self._never_read(own, where)),
             staying={table[i].index: why for table in where for i, why in trace.staying.items() if i in table},
             gradients={table[i].index for table in where for i in trace.gradients if i in table},
             hidden=[table[s.index] for table in where for s in trace.hidden if s.index in table],
-            spans=self._spans(own),
+            spans=list(self._spans(own)),
         )
 
     def _is_of_model(self, storage: Storage) -> bool:
@@ -325,47 +321,34 @@ class _Expansion:
                 return new.sequence + absolute - old.sequence - start
         return self.relative.op(number)
 
-    def _never_read(self, own: list[_Place], where: list[dict[int, Storage]]) -> list[tuple[int, int]]:
-        found = []
+    def _never_read(self, own: list[_Place], where: list[dict[int, Storage]]) -> Iterator[tuple[int, int]]:
         for index, release in self.trace.never_read:
             if not self._is_of_model(self.trace.storages[index]):
-                found.append((where[0][index].index, self.shift.end(release)))
+                yield where[0][index].index, self.shift.end(release)
                 continue
             for number, table in enumerate(where):
                 gone = self._index(own[number : number + 3], is_end=True)
-                found.append((table[index].index, gone(release)))
-        return found
+                yield table[index].index, gone(release)
 
-    def _spans(self, own: list[_Place]) -> list[Span]:
+    def _spans(self, own: list[_Place]) -> Iterator[Span]:
         copies = {copy.name: number for number, copy in enumerate(self.copies)}
         model = next(span for span in self.trace.spans if span.name == self.model.name)
-        spans = []
         for span in self.trace.spans:
-            number = copies.get(span.name)
-            inputs, why_not = span.inputs, span.why_not
+            number, like = copies.get(span.name), span
+            first, sequence, inputs = self.shift.op(span.first_op), self.sequences.op(span.first_sequence), span.inputs
             if span.name == self.last.name:
                 inputs = tuple(self._renamed(name, own[-3:]) for name in inputs)
-            first, sequence = self.shift.op(span.first_op), self.sequences.op(span.first_sequence)
-            num_ops, num_sequences = span.end_op - span.first_op, span.end_sequence - span.first_sequence
-            num_idle = span.end_op - span.enough_op
             if number is not None:
-                copy = self.copies[number]
+                like, first, sequence = model, self.copies[number].first, self.copies[number].sequence
                 # Two places of F and M come before the first copy.
                 inputs = tuple(self._renamed(name, own[number + 1 : number + 4]) for name in model.inputs)
-                why_not = model.why_not
-                first, num_ops = copy.first, copy.end - copy.first
-                num_idle = model.end_op - model.enough_op
-                sequence, num_sequences = copy.sequence, self.num_sequences
-            spans.append(
-                Span(
-                    name=span.name,
-                    first_op=first,
-                    end_op=first + num_ops,
-                    enough_op=first + num_ops - num_idle,
-                    first_sequence=sequence,
-                    end_sequence=sequence + num_sequences,
-                    inputs=inputs,
-                    why_not=why_not,
-                )
+            yield dataclasses.replace(
+                like,
+                name=span.name,
+                first_op=first,
+                end_op=first + like.end_op - like.first_op,
+                enough_op=first + like.enough_op - like.first_op,
+                first_sequence=sequence,
+                end_sequence=sequence + like.end_sequence - like.first_sequence,
+                inputs=inputs,
             )
-        return spans

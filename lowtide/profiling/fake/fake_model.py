@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,12 +236,12 @@ def skipping(model: nn.Module, runs: tuple[Run, ...]) -> Iterator[None]:
     hooks, patched = [], []
     try:
         for run in runs:
-            template = _Template()
-            hooks.append(modules[run.second].register_forward_hook(template.note))
+            note, stand_in = _template()
+            hooks.append(modules[run.second].register_forward_hook(note))
             for name in run.skipped:
                 own = modules[name].__dict__
                 patched.append((own, own.get("forward")))
-                own["forward"] = template.stand_in
+                own["forward"] = stand_in
         yield
     finally:
         for hook in hooks:
@@ -253,24 +253,23 @@ def skipping(model: nn.Module, runs: tuple[Run, ...]) -> Iterator[None]:
                 own["forward"] = before
 
 
-class _Template:
-    """How the second layer's output looks, and a forward that looks the same."""
+def _template() -> tuple[Callable, Callable]:
+    """A hook that looks at the second layer's output, and a forward that gives out its input looking the same."""
+    seen: list[tuple[list[Any], Any, tuple]] = []
 
-    def __init__(self) -> None:
-        self._leaves: list[Any] | None = None
-        self._spec: Any = None
-        self._looks: tuple | None = None
-
-    def note(self, module: nn.Module, args: Any, output: Any) -> None:
-        leaves, self._spec = tree_flatten(output)
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        leaves, spec = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if len(tensors) != 1:
             raise CannotSkipError
-        self._looks = (tensors[0].shape, tensors[0].dtype)
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
+        others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]  # which hold no tensor
+        seen[:] = [(others, spec, (tensors[0].shape, tensors[0].dtype))]
 
-    def stand_in(self, *args: Any, **kwargs: Any) -> Any:
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
         hidden = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
-        if hidden is None or self._leaves is None or (hidden.shape, hidden.dtype) != self._looks:
+        if hidden is None or not seen or (hidden.shape, hidden.dtype) != seen[0][2]:
             raise CannotSkipError
-        return tree_unflatten([hidden if leaf is None else leaf[0] for leaf in self._leaves], self._spec)
+        others, spec, _ = seen[0]
+        return tree_unflatten([hidden if leaf is None else leaf[0] for leaf in others], spec)
+
+    return note, stand_in

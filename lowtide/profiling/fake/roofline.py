@@ -27,6 +27,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.flop_counter import flop_registry
+
 from lowtide.recipes.graph import OpCall, Value
 from lowtide.tensors.private import schema_of, tree_leaves, tree_map_only
 from lowtide.timeline.hardware import Hardware
@@ -96,7 +98,7 @@ def extent_bytes(value: Value) -> int:
 def op_flops(call: OpCall) -> float:
     """Floating point operations of the products in the call; 0 for what only moves bytes."""
     packet = call.func.overloadpacket
-    formula = _own_formulas().get(str(packet)) or _registry().get(packet)
+    formula = _OWN_FORMULAS.get(str(packet)) or flop_registry.get(packet)
     if formula is None:
         return 0.0
     args, kwargs = tree_map_only(Value, lambda value: value.size, (call.args, call.kwargs))
@@ -155,27 +157,6 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and not schema_of(func).is_mutable and all(r.alias_info is not None for r in returns)
 
 
-@functools.lru_cache(maxsize=1)
-def _registry() -> Mapping[Any, Callable]:
-    from torch.utils.flop_counter import flop_registry
-
-    return flop_registry
-
-
-@functools.lru_cache(maxsize=1)
-def _own_formulas() -> Mapping[str, Callable]:
-    return {
-        "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
-        "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-        "aten._scaled_dot_product_fused_attention_overrideable": _attention,
-        "aten._scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
-        "lowtide.planning_attention": _attention,
-        "lowtide.planning_attention_backward": _attention_backward,
-        "aten._grouped_mm": _grouped,
-        "transformers.grouped_mm_fallback": _grouped,
-    }
-
-
 def _attention(query: tuple, key: tuple, value: tuple, *args: Any, **kwargs: Any) -> int:
     """Scores and their product with the values. Queries may outnumber keys in heads (grouped queries)."""
     batch, heads, num_queries, width = query
@@ -198,3 +179,15 @@ def _grouped(left: tuple, right: tuple, *args: Any, **kwargs: Any) -> int:
     if len(left) == 2:
         return 2 * left[0] * left[1] * right[-1]
     return 2 * math.prod(left) * right[-1]
+
+
+_OWN_FORMULAS: Mapping[str, Callable] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten._scaled_dot_product_fused_attention_overrideable": _attention,
+    "aten._scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "lowtide.planning_attention": _attention,
+    "lowtide.planning_attention_backward": _attention_backward,
+    "aten._grouped_mm": _grouped,
+    "transformers.grouped_mm_fallback": _grouped,
+}

@@ -81,15 +81,12 @@ from lowtide.timeline.hardware import Hardware
 _ATTENTION, _ATTENTION_BACKWARD = "lowtide::planning_attention", "lowtide::planning_attention_backward"
 
 
-def fused_attention() -> contextlib.AbstractContextManager:
+class _FusedAttention(TorchFunctionMode):
     """Inside, attention that the host would not fuse is fused, in shapes."""
-    return _Fused(_operator())
 
-
-class _Fused(TorchFunctionMode):
-    def __init__(self, operator: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._operator = operator
+        self._operator = _operator()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -328,7 +325,7 @@ def _trace(
         stack.enter_context(skipping(model, runs))
         stack.enter_context(mode)
         if is_fused:
-            stack.enter_context(fused_attention())
+            stack.enter_context(_FusedAttention())
         fake_batch = without_numbers(batch, mode)
         try:
             recorded = record_step(

@@ -559,11 +559,9 @@ def optimize(
     """See `lowtide.optimize`. `place`: makes what keeps the optimizer's state, and weights, where plans have them."""
     optimizer = checked(model, optimizer, "lowtide.optimize")
     check_group(group, "lowtide.optimize")
-    wanted = merged_config(memory, budget)
-    settled = wanted.settled(lambda: memory_of_model(model, optimizer))
-    config = settled.config
-    if settled.line:
-        LOG.info("lowtide: %s", settled.line)
+    config, _, line = merged_config(memory, budget).settled(lambda: memory_of_model(model, optimizer))
+    if line:
+        LOG.info("lowtide: %s", line)
     layers = named_layers(model, config.layers) if config.layers is not None else find_layers(model)
     bare = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None), layers)
     chosen = choose_engine(engine, model, bare)

@@ -64,9 +64,9 @@ def plan(
         progress("tracing one step")
     say = progress or _say_nothing
     named = hardware is not None
-    settled = config.settled(lambda: memory_of_hardware(chosen) if named else memory_of_model(model))
-    if settled.line:
-        say(settled.line)
+    config, budget_bytes, line = config.settled(lambda: memory_of_hardware(chosen) if named else memory_of_model(model))
+    if line:
+        say(line)
     with attach_where(model, **config.slices_loss):
         profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
     how: Any = {"link": chosen.link, "costs": HOST_COSTS, "progress": progress}
@@ -78,7 +78,7 @@ def plan(
                 return trace(model, half, hardware=chosen, loss=loss, optimizer=optimizer)
 
         how["changes"] = (Change(text=HALF_A_BATCH, helps=frozenset({ACTIVATIONS, LOSS}), profile=halved),)
-    return plan_profile(profile, settled.config, budget_bytes=settled.budget_bytes, **how)
+    return plan_profile(profile, config, budget_bytes=budget_bytes, **how)
 
 
 def _half(batch: Any) -> Any:
