@@ -15,8 +15,9 @@ class Curve(LiveBytes):
     """With what was alive after each operator, while its inputs and outputs were."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.values: list[int] = []
+        super().__init__()
+        self.values.clear()
 
     def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
         super().add_all(tensors)
