@@ -19,7 +19,6 @@ import hashlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.gradients import Place, Tie, elements_of, refuse_look_alikes, sample_of
 from lowtide.pipeline.live_chunks import is_in_order
 from lowtide.pipeline.schedule import Schedule
-from lowtide.pipeline.verify import Sends, verify
+from lowtide.pipeline.verify import verify
 from lowtide.tensors.fsdp import is_fsdp, is_sharded
 from lowtide.tensors.private import default_store
 from lowtide.tensors.ranks import gather
@@ -39,19 +38,13 @@ from lowtide.tensors.ranks import gather
 Facts = Mapping[str, object]
 """By name, as a message says it. Plain, so that it can travel."""
 _ABSENT = "none"
+_MET = "lowtide: at"
+"""Begins what a rank brings to a place. What ranks gather in other calls begins otherwise."""
 _ROUNDING = 1e-3
 """Two sums of the same numbers in other orders differ by less, relative to the largest element."""
 POLL_SECONDS = 0.2
 _LINGER_SECONDS = 3.0
 """How long a failed rank stays for the others to read its note: the store may live in its process."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """With where a rank is."""
-
-    place: str
-    value: Any
 
 
 def agree(schedule: Schedule, mistake: str | None, facts: Facts, weights: Mapping[Place, Any], group: Any) -> str:
@@ -77,16 +70,15 @@ def _digest_of(schedule: Schedule) -> str:
 
 def meet(place: str, value: Any, group: Any) -> list[Any]:
     """What every rank brings to this place. Raises ConfigError on all ranks where one of them is at another."""
-    said = [
-        each if isinstance(each, _Said) else _Said("another call", each) for each in gather(_Said(place, value), group)
-    ]
-    for rank, each in enumerate(said):
-        if each.place != said[0].place:
+    said = gather((_MET, place, value), group)
+    places = [each[1] if isinstance(each, tuple) and each[:1] == (_MET,) else "another call" for each in said]
+    for rank, other in enumerate(places):
+        if other != places[0]:
             raise ConfigError(
-                f"pipeline: rank 0 is at {said[0].place}, and rank {rank} at {each.place}; all ranks must make the "
-                "same calls (a budget is for all ranks or for none)"
+                f"pipeline: rank 0 is at {places[0]}, and rank {rank} at {other}; all ranks must make the same calls "
+                "(a budget is for all ranks or for none)"
             )
-    return [each.value for each in said]
+    return [value for *_, value in said]
 
 
 def same_on_all(facts: Facts, *, group: Any = None, what: str = "lowtide") -> None:
@@ -164,7 +156,7 @@ def checked(schedule: Schedule, num_ranks: int) -> Schedule:
         raise ConfigError(
             f"pipeline: the schedule '{schedule.name}' is for {schedule.num_ranks} ranks, not {num_ranks}"
         )
-    verify(schedule, sends=Sends.BUFFERED)
+    verify(schedule, sends_wait=False)
     if not is_in_order(schedule):
         raise ConfigError(
             f"pipeline: a stage of the schedule '{schedule.name}' adds up its weight gradients in another order than "

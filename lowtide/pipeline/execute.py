@@ -79,6 +79,7 @@ from lowtide.pipeline.torch_stage import (
 )
 from lowtide.pipeline.transport import GroupTransport
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
+from lowtide.profiling.observe_step import device_of
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import tree_leaves
 
@@ -121,6 +122,8 @@ class Pipeline:
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
         self.stages = dict(stages)
+        self.device = torch.device("cpu")
+        """Of the stages."""
         self.loss = loss
         self.weight_gradients = weight_gradients
         self.run_pair = run_pair
@@ -134,6 +137,7 @@ class Pipeline:
         try:
             self.schedule = checked(schedule, num_ranks)
             check_stages(self.schedule, self.rank, self.stages, loss)
+            self.device = device_of(nn.ModuleList(self.stages.values()))
             check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
             if weight_gradients is not None and weight_gradients.most_kept is not None:
                 _check_kept(weight_gradients, run_pair)
@@ -152,13 +156,11 @@ class Pipeline:
         self.transport: GroupTransport | None = None
         if num_ranks > 1:
             note = FailureNote(f"lowtide/pipeline/{name}", num_ranks)
-            self.transport = GroupTransport(group, _device_of(self.stages), note)
+            self.transport = GroupTransport(group, self.device, note)
         if weight_gradients is not None:
             weight_gradients.enter(self.stages.values())
         self._walk: _Walk | None = None
         """Of the step that is under way."""
-        self._runtime: Any = None
-        """Torch's; made for the first step."""
         self.waits: Mapping[AnyAction, frozenset[Result]] = {}
         """Of actions of this rank: results that must not be held any more while it computes. Empty: whichever."""
         self.num_steps = 0
@@ -219,16 +221,15 @@ class Pipeline:
 
     def _open(self) -> None:
         """Before the first step ranks meet. Raises ConfigError on all where something differs that must be equal."""
-        facts = facts_of_numerics(_device_of(self.stages)) | facts_of_optimizer(self.optimizer)
+        facts = facts_of_numerics(self.device) | facts_of_optimizer(self.optimizer)
         answers = meet("the first step", (facts, self.tied.samples()), self.group)
         refuse_difference("pipeline", [facts for facts, _ in answers])
         self.tied.check([samples for _, samples in answers])
 
-    @property
+    @functools.cached_property
     def runtime(self) -> Any:
-        if self._runtime is None:
-            self._runtime = runtime_of(self.schedule, self.stages, self.rank, self._do, self._has_failed)
-        return self._runtime
+        """Torch's; made for the first step."""
+        return runtime_of(self.schedule, self.stages, self.rank, self._do, self._has_failed)
 
     def _do(self, every: AnyAction) -> None:
         assert self._walk is not None
@@ -239,7 +240,7 @@ class Pipeline:
 
     def state(self) -> tuple[Any, ...]:
         """Where it is as it was, stages pass on the same for batches of the same shapes."""
-        device_type = _device_of(self.stages).type
+        device_type = self.device.type
         return (
             tuple(weight.requires_grad for each in self.weights.values() for weight in each),
             tuple(stage.training for stage in self.stages.values()),
@@ -323,16 +324,9 @@ def _shape_of(entry: Any) -> tuple[Any, ...]:
     return tuple((tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else str(each) for each in leaves)
 
 
-def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
-    for module in stages.values():
-        for parameter in module.parameters():
-            return parameter.device
-    return torch.device("cpu")
-
-
 def _random_states(module: nn.Module) -> tuple[torch.Tensor, ...]:
     """Of the generators that a forward of this module draws from."""
-    device = _device_of({0: module})
+    device = device_of(module)
     own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
     return (torch.get_rng_state(), *own)
 

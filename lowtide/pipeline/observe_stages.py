@@ -5,7 +5,7 @@ the pipeline; each stage observes a whole step of it, forward and backward (one 
 whose saved activations are elsewhere meanwhile). The last stage's step has the loss in it.
 Where stages exchange rows with other ranks (experts), how many come is up to the routing. So `with_rows_of_all` takes
 all micro-batches through the stages, forward alone, and counts their rows (turns.py has what follows from them). Inside
-an `ExchangeWatch` the exchanges of this thread are as ever, and written down; it stands where a half of a pair stands.
+an `ExchangeWatch` the exchanges of this thread are as ever, and written down.
 Why through messages: what a stage is given in the real step has just that shape, dtype and need of a gradient.
 Cost: one step of one micro-batch, one stage after the other; with exchanges the forwards of all others too. Not
 covered: what the loss saves is kept and counted, since it is the caller's own function, which hooks of a stage do not
@@ -15,7 +15,6 @@ see.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
@@ -27,9 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.pipeline.exchange import Half, Home, Route, Work, running_half, start_on_group
+from lowtide.pipeline.exchange import Route, Work, start_on_group
 from lowtide.pipeline.execute import Pipeline
-from lowtide.pipeline.overlap import Overlap
+from lowtide.pipeline.overlap import BACKWARD, Event, Overlap, Start
 from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
 from lowtide.pipeline.torch_stage import Tensors, arguments_of, as_tuple
@@ -170,12 +169,12 @@ def _observe_stage(
         profile = observe_call(pipeline.stages[stage], *given, None, use=use)
     for weight, gradient in of_loss:
         weight.grad = gradient
-    return kept_outside(profile, output.num_nodes), watch.exchanges
+    return kept_outside(profile, output.num_nodes), tuple(watch.exchanges)
 
 
 def _watch(pipeline: Pipeline) -> ExchangeWatch:
     overlap = getattr(pipeline.run_pair, "__self__", None)
-    return ExchangeWatch(overlap.start) if isinstance(overlap, Overlap) else ExchangeWatch()
+    return ExchangeWatch(overlap.start if isinstance(overlap, Overlap) else start_on_group)
 
 
 def _forward_rows(chunk: StageChunk) -> Rows:
@@ -334,41 +333,29 @@ class _KeptUntilW(contextlib.ExitStack):
 
 
 class ExchangeWatch:
-    """A half without a partner, and its own home."""
+    """Inside, what this thread computes is a half without a partner, whose exchanges are written down."""
 
-    def __init__(self, start: Any = start_on_group) -> None:
+    def __init__(self, start: Start) -> None:
         """`start`: starts an exchange, as `Overlap` takes it."""
-        self._start = start
-        self._started: list[Exchange] = []
-        self._recorder: StepRecorder | None = None
-        self._token: contextvars.Token | None = None
-        self.backward_half: Half | None = None
-
-    @property
-    def home(self) -> Home:
-        return self
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
+        self.exchanges: list[Exchange] = []
         """In the order in which they were started."""
-        return tuple(self._started)
+        self._start = start
+        self._recorder: StepRecorder | None = None
+        self._places: dict[int, int] = {}
+        """Of those that take turns, by their number in the half."""
+        self._alone = Overlap(start=self._begin, log=self._note).alone(BACKWARD)
 
     @property
-    def rows(self) -> list[tuple[int, int]]:
-        """Of each: rows sent, rows received."""
-        return [(each.num_sent, each.num_received) for each in self._started]
+    def rows(self) -> Rows:
+        return [(each.num_sent, each.num_received) for each in self.exchanges]
 
-    def check(self, x: torch.Tensor) -> None:
-        """A half of a pair refuses modules of FSDP2 here; alone they are right."""
-
-    def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
+    def _begin(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
         recorder = _recorder()
         if recorder is not self._recorder:  # a step that is observed once more
             self._recorder = recorder
-            self._started.clear()
+            self.exchanges.clear()
         at = 0 if recorder is None else recorder.num_ops
-        work = self._start(rows, sent, route)
-        self._started.append(
+        self.exchanges.append(
             Exchange(
                 start=at,
                 wait=at + 1,
@@ -379,35 +366,19 @@ class ExchangeWatch:
                 takes_turn=rows.is_floating_point() or rows.is_complex(),
             )
         )
-        return _Watched(self, len(self._started) - 1, work)
+        return self._start(rows, sent, route)
 
-    def waited(self, number: int) -> None:
-        """The exchange with this number is about to be waited for."""
-        if self._recorder is not None:
-            each = self._started[number]
-            self._started[number] = dataclasses.replace(each, wait=max(each.wait, self._recorder.num_ops))
+    def _note(self, event: Event) -> None:
+        if event.kind == "issue":
+            self._places[event.number] = len(self.exchanges) - 1
+        elif event.kind == "wait" and self._recorder is not None:
+            place = self._places[event.number]
+            each = self.exchanges[place]
+            self.exchanges[place] = dataclasses.replace(each, wait=max(each.wait, self._recorder.num_ops))
 
     def __enter__(self) -> ExchangeWatch:
-        self._token = running_half.set(self)
-        self.backward_half = self
+        self._alone.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        assert self._token is not None
-        running_half.reset(self._token)
-        self.backward_half = None
-
-
-class _Watched:
-    """A collective of a watched stage."""
-
-    __slots__ = ("_number", "_watch", "_work")
-
-    def __init__(self, watch: ExchangeWatch, number: int, work: Work) -> None:
-        self._watch = watch
-        self._number = number
-        self._work = work
-
-    def wait(self) -> None:
-        self._watch.waited(self._number)
-        self._work.wait()
+    def __exit__(self, *error: Any) -> None:
+        self._alone.__exit__(*error)

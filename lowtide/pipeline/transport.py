@@ -74,15 +74,6 @@ _Sent = tuple[Result | None, list[Any], Sequence[torch.Tensor]]
 """On its way: the works, and the tensors that they need."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A message that is expected."""
-
-    source: int
-    tensors: Tensors
-    works: Sequence[Any]
-
-
 class GroupTransport:
     """Over a process group. To be made by all its ranks at once. Ranks are those of the schedule."""
 
@@ -104,7 +95,8 @@ class GroupTransport:
         """The number of the shape of each micro-batch of this step."""
         self._known: dict[tuple[Kind, int, int], _Blanks] = {}
         """By the kind and stage of a result and the number of a shape."""
-        self._asked: dict[Result, _Asked] = {}
+        self._asked: dict[Result, tuple[int, Tensors, Sequence[Any]]] = {}
+        """What is expected: from which rank, into which tensors, and the works that bring it."""
         self._queues: dict[int, queue.SimpleQueue[_Sent | None]] = {}
         self._threads: list[threading.Thread] = []
         self._sending = threading.Condition()
@@ -178,17 +170,17 @@ class GroupTransport:
                 except RuntimeError as error:
                     raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
             tensors.append(tensor.requires_grad_(blank.requires_grad))
-        self._asked[result] = _Asked(source, tuple(tensors), works)
+        self._asked[result] = source, tuple(tensors), works
 
     def read(self, result: Result) -> Tensors:
         """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
-        asked = self._asked.pop(result)
+        source, tensors, works = self._asked.pop(result)
         try:
-            for work in asked.works:
+            for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self._lost(asked.source, f"waited for {send_of(result)} of it", error) from error
-        return asked.tensors
+            raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
+        return tensors
 
     def let_go_of(self, results: Collection[Result]) -> None:
         """Wait until these are held no more. Their readers have them, so only a thread has to get its turn."""
