@@ -54,6 +54,7 @@ from lowtide.pipeline.gradients import (
     described,
     gradient_norm,
 )
+from lowtide.pipeline.live_chunks import read_by_then
 from lowtide.pipeline.schedule import (
     RECEIVES,
     SENDS,
@@ -73,6 +74,7 @@ from lowtide.pipeline.torch_stage import (
     as_tuple,
     backward,
     keep_whole,
+    passed_on,
     runtime_of,
     walk,
     with_places,
@@ -161,8 +163,8 @@ class Pipeline:
             weight_gradients.enter(self.stages.values())
         self._walk: _Walk | None = None
         """Of the step that is under way."""
-        self.waits: Mapping[AnyAction, frozenset[Result]] = {}
-        """Of actions of this rank: results that must not be held any more while it computes. Empty: whichever."""
+        self.gone = read_by_then(self.schedule, self.rank)
+        """Of actions of this rank: results that it has sent, and need not hold any more when it computes."""
         self.num_steps = 0
         self._failure: str | None = None
 
@@ -279,11 +281,9 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """End the threads of the transport, and leave the stages as they were."""
+        """Leave the stages as they were."""
         if self.weight_gradients is not None:
             self.weight_gradients.leave()
-        if self.transport is not None:
-            self.transport.close()
 
     def _end(self, error: BaseException, at: str) -> None:
         """Tell the other ranks, and the reader of the traceback."""
@@ -435,10 +435,8 @@ class _Walk:
             self._weight_gradient(every)
         else:
             ready = {part.kind is Kind.FORWARD: self._ready(part) for part in every.parts}
-            # A budget counts what was sent until its reader is known to have begun. A thread lets go of it, and on a
-            # busy machine that may come late.
-            if self._pipeline.waits and self._transport is not None:
-                self._transport.let_go_of(self._pipeline.waits[every])
+            if self._transport is not None:
+                self._transport.let_go_of(self._pipeline.gone[every])
             self._pipeline.run_pair(ready.get(True), ready.get(False))
             if self._pipeline.weight_gradients is not None:
                 self._pipeline.weight_gradients.run_most(self._split)
@@ -492,7 +490,7 @@ class _Walk:
         # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
         for weight in weights_behind([*tree_leaves(given), *as_tuple(output)], until=(*leaves, *made)):
             self._gradients.include(stage, weight)
-        live, outputs = with_places(leaves, output, stage)
+        live, outputs = with_places(leaves, passed_on(output, stage))
         self._chunks[chunk] = live
         self._give(action, outputs)
 

@@ -31,7 +31,7 @@ from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.overlap import BACKWARD, Event, Overlap, Start
 from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
-from lowtide.pipeline.torch_stage import Tensors, arguments_of, as_tuple
+from lowtide.pipeline.torch_stage import Tensors, arguments_of, passed_on
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.profiling.observe_call import observe_call
@@ -52,10 +52,8 @@ class _Output:
         self.num_nodes = 0
         """Of autograd's graph. (A variable of the function that notes it would be put back after the step.)"""
 
-    def note(self, output: Any, num_nodes: int) -> None:
+    def note(self, given: Tensors) -> None:
         """Copies, since the step lets go of its own."""
-        self.num_nodes = num_nodes
-        given = as_tuple(output)
         with disable_current_modes(), torch.no_grad():
             self.tensors = tuple(
                 None if each is None else each.detach().clone().requires_grad_(each.requires_grad) for each in given
@@ -153,10 +151,16 @@ def _observe_stage(
     def use(call: Callable[[], Any]) -> Any:
         start = next_sequence_number()
         made = call()
-        output.note(made, next_sequence_number() - start)
-        assert not is_last or pipeline.loss is not None
-        if not is_last or pipeline.loss is None:
+        output.num_nodes = next_sequence_number() - start
+        if not is_last:
+            output.note(passed_on(made, stage))
+            if not any(each is not None and each.requires_grad for each in output.tensors):
+                raise ConfigError(
+                    f"pipeline: a budget cannot be planned for stage {stage}, from which nothing goes on that needs a "
+                    "gradient (it is frozen, or detached); write rules: recompute, swap, keep"
+                )
             return made
+        assert pipeline.loss is not None
         loss = pipeline.loss(made, target)
         own = set(pipeline.stages[stage].parameters())
         behind = weights_behind([loss], until=tree_leaves(made))
@@ -194,8 +198,9 @@ def _count(pipeline: Pipeline, most: dict[int, Rows], stage: int, args: tuple, k
             f"{len(watch.rows)} times in another, which cannot be planned for; write rules: recompute, swap, keep"
         )
     most[stage] = [(max(a, b), max(c, d)) for (a, c), (b, d) in zip(most[stage], watch.rows, strict=True)]
-    outputs = as_tuple(output)
-    return tuple(None if each is None else each.detach() for each in outputs)
+    if stage == pipeline.schedule.num_stages - 1:
+        return ()
+    return tuple(None if each is None else each.detach() for each in passed_on(output, stage))
 
 
 def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:

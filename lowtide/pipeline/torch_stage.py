@@ -172,17 +172,22 @@ def as_tuple(output: Any) -> tuple[Any, ...]:
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
-def with_places(leaves: Tensors, output: Any, stage: int) -> tuple[LiveChunk, Tensors]:
-    """What a forward leaves, and its outputs as leaves for the stage after, which share their memory."""
-    outputs = as_tuple(output)
-    places = []
-    following: list[torch.Tensor | None] = []
-    for each in outputs:
+def passed_on(output: Any, stage: int) -> Tensors:
+    """What a stage gives to the next one. Raises ConfigError for what cannot be passed on."""
+    for each in (outputs := as_tuple(output)):
         if not (each is None or isinstance(each, torch.Tensor)):
             raise ConfigError(
                 f"pipeline: stage {stage} gave a {type(each).__name__}; what one stage passes on to the next is a "
                 "tensor or a tuple of tensors"
             )
+    return outputs
+
+
+def with_places(leaves: Tensors, outputs: Tensors) -> tuple[LiveChunk, Tensors]:
+    """What a forward leaves, and its outputs as leaves for the stage after, which share their memory."""
+    places = []
+    following: list[torch.Tensor | None] = []
+    for each in outputs:
         has_gradient = each is not None and each.requires_grad
         places.append(get_gradient_edge(each) if each is not None and has_gradient else None)
         following.append(None if each is None else each.detach().requires_grad_(has_gradient))

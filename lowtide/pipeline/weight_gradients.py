@@ -197,6 +197,7 @@ class WeightGradients:
         """Around the I of a chunk, which may run its forward again."""
         put_off = self._chunks[chunk]
         put_off.is_in_backward = True
+        put_off.casts.clear()  # a layer that runs again has its casts of the forward
         try:
             with self.forward(chunk):
                 yield

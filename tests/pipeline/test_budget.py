@@ -24,6 +24,20 @@ CASTS: dict[str, Any] = {"casts": True}
 OF_PLAIN = {"is_of_plain": True}
 """To look for the least takes half as long as a plan."""
 PUT_OFF: dict[str, Any] = {"puts_off": True}
+RAISES = {
+    "raises": (1, "RuntimeError: no luck"),
+    "a dict": (
+        0,
+        "ConfigError: pipeline: stage 0 gave a dict; what one stage passes on to the next is a tensor or a tuple of "
+        "tensors",
+    ),
+    "frozen": (
+        0,
+        "ConfigError: pipeline: a budget cannot be planned for stage 0, from which nothing goes on that needs a "
+        "gradient (it is frozen, or detached); write rules: recompute, swap, keep",
+    ),
+}
+"""What is told by the rank whose stage is at fault."""
 LARGE = {"inner": 1024, "num_micro_batches": 2}
 """Matrices whose state can move."""
 
@@ -31,7 +45,7 @@ LARGE = {"inner": 1024, "num_micro_batches": 2}
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
     jobs: dict[str, two_ranks.Job] = {
-        "held": ("budgets", {"name": "1f1b", "share": 0.02, "holds": True}),
+        "held": ("budgets", {"name": "1f1b", "share": 0.02}),
         # The least is 0.52, 0.39, 0.47, 0.44, 0.21 and 0.69.
         "turns": ("budgets", {"name": "dualpipev", "share": 0.55, "about": OWN} | OF_PLAIN),
         "casts": ("budgets", {"name": "1f1b", "share": 0.4, "about": CASTS} | OF_PLAIN),
@@ -46,7 +60,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "again_turns": ("kept", {"names": ["dualpipev"], "about": OWN, "recompute": ["layers.*"]}),
         "again": ("kept", {"names": ["interleaved"], "recompute": ["layers.*"]}),
         "refused": ("refused", {}),
-        "raises": ("raises", {}),
+        **{how: ("raises", {"how": how}) for how in RAISES},
     }
     folder = tmp_path_factory.mktemp("ranks")
     given = two_ranks.run(budget_jobs.__name__, list(jobs.values()), folder)
@@ -135,10 +149,12 @@ def test_mistakes_are_refused_on_all_ranks(answers: dict[str, tuple[Any, ...]]) 
     assert second[2:5] == first[2:5]
 
 
-def test_a_stage_that_raises_while_it_is_observed_ends_all_ranks(answers: dict[str, tuple[Any, ...]]) -> None:
-    first, second = answers["raises"]
-    assert second.startswith("RuntimeError: no luck")
-    assert first == "PipelineError: pipeline: rank 1 failed at the step that is observed: RuntimeError: no luck"
+@pytest.mark.parametrize("how", ["raises", "a dict", "frozen"])
+def test_a_stage_that_cannot_be_observed_ends_all_ranks(answers: dict[str, tuple[Any, ...]], how: str) -> None:
+    rank, text = RAISES[how]
+    assert answers[how][rank] == text
+    wanted = f"PipelineError: pipeline: rank {rank} failed at the step that is observed: {text}"
+    assert answers[how][1 - rank] == wanted
 
 
 def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
