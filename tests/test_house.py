@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_395,
+    "lines": 58_396,
     "files": 240,
     "classes": 495,
     "files that one other file imports": 34,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,8 +93,8 @@ class GroupTransport:
         """By the kind and stage of a result and the number of a shape."""
         self._asked: dict[Result, tuple[int, Tensors, Sequence[Any]]] = {}
         """What is expected: from which rank, into which tensors, and the works that bring it."""
-        self._on_the_way: dict[Result, tuple[int, list[Any], Sequence[torch.Tensor]]] = {}
-        """What was sent: to which rank, the works that carry it, and the tensors that they need."""
+        self._on_the_way: defaultdict[Result, list[tuple[int, list[Any], Sequence[torch.Tensor]]]] = defaultdict(list)
+        """What was sent: to which ranks, the works that carry it, and the tensors that they need."""
 
     def begin(self, shapes: Sequence[Hashable] | None, *, state: Any, divide_by: float) -> None:
         """A step begins. shapes: of each micro-batch, on the first rank. state: where it is another one than in the
@@ -140,7 +141,7 @@ class GroupTransport:
             works = [dist.isend(_bytes_of(part), group=group, group_dst=to) for part, group in parts]
         except RuntimeError as error:
             raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
-        self._on_the_way[result] = to, works, [part for part, _ in parts]
+        self._on_the_way[result].append((to, works, [part for part, _ in parts]))
 
     def ask(self, result: Result, *, source: int) -> None:
         """Expect a result. Those of one source come in the order in which they were asked for."""
@@ -179,12 +180,12 @@ class GroupTransport:
     def let_go_of(self, results: Iterable[Result]) -> None:
         """Wait until these have gone."""
         for result in results:
-            to, works, _ = self._on_the_way.pop(result)
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
+            for to, works, _ in self._on_the_way.pop(result):
+                try:
+                    for work in works:
+                        work.wait()
+                except RuntimeError as error:
+                    raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
 
     def finish(self) -> None:
         """Wait until everything that was sent has gone."""
