@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_396,
+    "lines": 58_362,
     "files": 240,
-    "classes": 495,
+    "classes": 494,
     "files that one other file imports": 34,
     "classes with more than 15 attributes": 12,
     "class names that several classes have": 13,

@@ -68,7 +68,7 @@ from lowtide.pipeline.schedule import (
     made_by,
 )
 from lowtide.pipeline.torch_stage import (
-    LiveChunk,
+    Places,
     Tensors,
     arguments_of,
     as_tuple,
@@ -263,13 +263,11 @@ class Pipeline:
                 )
         return None
 
-    def stop_putting_off(self) -> bool:
-        """Have every I of this rank do the whole backward; False where the user has asked for W."""
-        if self.weight_gradients is None or not self.weight_gradients.may_be_idle:
-            return False
-        self.weight_gradients.leave()
-        self.weight_gradients = None
-        return True
+    def stop_putting_off(self) -> None:
+        """Have every I of this rank do the whole backward."""
+        if self.weight_gradients is not None:
+            self.weight_gradients.leave()
+            self.weight_gradients = None
 
     @contextlib.contextmanager
     def ending_all(self, at: str) -> Iterator[None]:
@@ -298,13 +296,6 @@ class Pipeline:
             self.transport.give_up()
             if is_first:
                 self.transport.note.linger()
-
-
-def _nothing_put_off(name: str) -> str:
-    return (
-        f"pipeline: '{name}' splits backwards, and no stage of this rank has an nn.Linear or calls "
-        "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
-    )
 
 
 def _check_kept(weights: WeightGradients, run_pair: RunPair) -> None:
@@ -357,7 +348,8 @@ class _Walk:
         """For the text of a failure."""
         self._gradients = StepGradients({})
         self.error: BaseException | None = None
-        self._chunks: dict[tuple[int, int], LiveChunk] = {}
+        self._chunks: dict[tuple[int, int], tuple[Tensors, Places]] = {}
+        """Of forwards without their backwards: what came from the stage before, and the places of the outputs."""
         self._local: dict[Result, Tensors] = {}
         """Results that this rank made for itself."""
         self._losses: dict[int, torch.Tensor] = {}
@@ -398,8 +390,6 @@ class _Walk:
         self.at = "its end"
         if weights is not None:
             weights.finish()
-            if weights.most_kept is not None and not weights.num_calls and not weights.may_be_idle:
-                raise ConfigError(_nothing_put_off(self._pipeline.schedule.name))
         self._refuse_written_buffers()
         self._pipeline.tied.exchange(gradients, self._transport)
         if self._transport is not None:
@@ -490,8 +480,8 @@ class _Walk:
         # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
         for weight in weights_behind([*tree_leaves(given), *as_tuple(output)], until=(*leaves, *made)):
             self._gradients.include(stage, weight)
-        live, outputs = with_places(leaves, passed_on(output, stage))
-        self._chunks[chunk] = live
+        places, outputs = with_places(passed_on(output, stage))
+        self._chunks[chunk] = leaves, places
         self._give(action, outputs)
 
     def _learn_from(self, stage: int, made: Sequence[Any], given: Sequence[Any]) -> None:
@@ -539,15 +529,13 @@ class _Walk:
         putting_off = weights.put_off(chunk) if weights is not None else contextlib.nullcontext()
         keep_whole(self._pipeline.stages[action.stage])
         with self._gradients.of_stage(action.stage), putting_off:
-            found = backward(self._chunks.pop(chunk), given)
+            found = backward(*self._chunks.pop(chunk), given)
         self._give(action, found)
 
     def _weight_gradient(self, action: Action) -> None:
         chunk = action.stage, action.micro_batch
         weights = self._weights_of(chunk)
         if weights is not None:
-            if not weights.num_calls and not weights.may_be_idle:
-                raise ConfigError(_nothing_put_off(self._pipeline.schedule.name))
             weights.run(chunk)
 
     def _give(self, action: Action, tensors: Tensors) -> None:

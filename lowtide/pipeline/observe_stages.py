@@ -75,13 +75,9 @@ def observe_stages(
             later = _KeptUntilW()
             with later if _is_split(pipeline, stage) else contextlib.nullcontext():
                 profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
-            if later.kept and exchanges and pipeline.stop_putting_off():
-                return observe(stage, args, kwargs)
             if later.kept and exchanges:
-                raise ConfigError(
-                    f"pipeline: stage {stage} puts weight gradients off and exchanges rows, and a budget cannot be "
-                    "planned for both; leave weight_gradients out, or write rules: recompute, swap, keep"
-                )
+                pipeline.stop_putting_off()
+                return observe(stage, args, kwargs)
             profile, put_off_bytes, product_bytes = later.within(profile)
             found[stage] = StageChunk(
                 put_off_bytes=put_off_bytes,
@@ -154,10 +150,14 @@ def _observe_stage(
         output.num_nodes = next_sequence_number() - start
         if not is_last:
             output.note(passed_on(made, stage))
-            if not any(each is not None and each.requires_grad for each in output.tensors):
+            why = ""
+            if (recorder := _recorder()) is not None and not recorder.num_ops:
+                why = "which computes nothing"
+            elif not any(each is not None and each.requires_grad for each in output.tensors):
+                why = "from which nothing goes on that needs a gradient (it is frozen, or detached)"
+            if why:
                 raise ConfigError(
-                    f"pipeline: a budget cannot be planned for stage {stage}, from which nothing goes on that needs a "
-                    "gradient (it is frozen, or detached); write rules: recompute, swap, keep"
+                    f"pipeline: a budget cannot be planned for stage {stage}, {why}; write rules: recompute, swap, keep"
                 )
             return made
         assert pipeline.loss is not None

@@ -79,7 +79,7 @@ def attach(
         {stage.stage_index: stage.submod for stage in stages},
         loss=schedule_loss(schedule) if any(stage.is_last for stage in stages) else None,
         group=stages[0].group,
-        weight_gradients=WeightGradients(may_be_idle=True) if rows.splits_backwards else None,
+        weight_gradients=WeightGradients() if rows.splits_backwards else None,
         run_pair=run_pair,
         tied=tied,
         optimizer=optimizer,

@@ -36,6 +36,11 @@ RAISES = {
         "ConfigError: pipeline: a budget cannot be planned for stage 0, from which nothing goes on that needs a "
         "gradient (it is frozen, or detached); write rules: recompute, swap, keep",
     ),
+    "empty": (
+        0,
+        "ConfigError: pipeline: a budget cannot be planned for stage 0, which computes nothing; write rules: "
+        "recompute, swap, keep",
+    ),
 }
 """What is told by the rank whose stage is at fault."""
 LARGE = {"inner": 1024, "num_micro_batches": 2}
@@ -149,7 +154,7 @@ def test_mistakes_are_refused_on_all_ranks(answers: dict[str, tuple[Any, ...]]) 
     assert second[2:5] == first[2:5]
 
 
-@pytest.mark.parametrize("how", ["raises", "a dict", "frozen"])
+@pytest.mark.parametrize("how", RAISES)
 def test_a_stage_that_cannot_be_observed_ends_all_ranks(answers: dict[str, tuple[Any, ...]], how: str) -> None:
     rank, text = RAISES[how]
     assert answers[how][rank] == text

@@ -307,6 +307,8 @@ def raises(rank: int, how: str) -> str:
         it.stages[0].layers.append(InDict())
     if rank == 0 and how == "frozen":
         it.stages[0].requires_grad_(False)
+    if rank == 0 and how == "empty":
+        it.stages[0].embed, it.stages[0].layers = None, nn.ModuleList()
     with pytest.raises((RuntimeError, ConfigError, PipelineError)) as caught:
         it.fit(2**30)
     return f"{type(caught.value).__name__}: {caught.value}"
