@@ -64,12 +64,12 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 58_362,
+    "lines": 58_385,
     "files": 240,
-    "classes": 494,
+    "classes": 495,
     "files that one other file imports": 34,
     "classes with more than 15 attributes": 12,
-    "class names that several classes have": 13,
+    "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,
 }

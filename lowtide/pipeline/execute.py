@@ -518,7 +518,7 @@ class _Walk:
                 f"pipeline: the loss of micro-batch {micro_batch} has no graph, so nothing would get a gradient; it "
                 "was computed without gradients, or detached, or from what is not trained"
             )
-        self._losses[micro_batch] = loss.detach()
+        self._losses[micro_batch] = loss.detach().clone()  # that of mse_loss keeps memory as large as its input
         return loss
 
     def _backward(self, action: Action, given: Tensors | None) -> None:

@@ -149,31 +149,54 @@ def _observe_stage(
         made = call()
         output.num_nodes = next_sequence_number() - start
         if not is_last:
-            output.note(passed_on(made, stage))
-            why = ""
-            if (recorder := _recorder()) is not None and not recorder.num_ops:
-                why = "which computes nothing"
-            elif not any(each is not None and each.requires_grad for each in output.tensors):
-                why = "from which nothing goes on that needs a gradient (it is frozen, or detached)"
-            if why:
-                raise ConfigError(
-                    f"pipeline: a budget cannot be planned for stage {stage}, {why}; write rules: recompute, swap, keep"
-                )
-            return made
-        assert pipeline.loss is not None
-        loss = pipeline.loss(made, target)
-        own = set(pipeline.stages[stage].parameters())
-        behind = weights_behind([loss], until=tree_leaves(made))
-        of_loss.extend((weight, weight.grad) for weight in behind if weight not in own)
-        for weight, _ in of_loss:
-            weight.grad = None
-        return loss
+            made = passed_on(made, stage)
+            output.note(made)
+            _refuse_idle(stage, made)
+        else:
+            assert pipeline.loss is not None
+            loss = pipeline.loss(made, target)
+            own = set(pipeline.stages[stage].parameters())
+            behind = weights_behind([loss], until=tree_leaves(made))
+            of_loss.extend((weight, weight.grad) for weight in behind if weight not in own)
+            for weight, _ in of_loss:
+                weight.grad = None
+            made = (loss,)
+            del loss
+        places = tuple(_Place.apply(each) for each in made if each is not None)
+        del made
+        torch.empty(0)  # the last operator of the forward, at which what it gave is gone
+        return places
 
     with _watch(pipeline) as watch:
         profile = observe_call(pipeline.stages[stage], *given, None, use=use)
     for weight, gradient in of_loss:
         weight.grad = gradient
     return kept_outside(profile, output.num_nodes), tuple(watch.exchanges)
+
+
+def _refuse_idle(stage: int, made: Tensors) -> None:
+    """ConfigError for a stage that has no backward."""
+    why = ""
+    if (recorder := _recorder()) is not None and not recorder.num_ops:
+        why = "which computes nothing"
+    elif not any(each is not None and each.requires_grad for each in made):
+        why = "from which nothing goes on that needs a gradient (it is frozen, or detached)"
+    if why:
+        raise ConfigError(
+            f"pipeline: a budget cannot be planned for stage {stage}, {why}; write rules: recompute, swap, keep"
+        )
+
+
+class _Place(torch.autograd.Function):
+    """In place of an output or a loss, of which a pipeline keeps its place in the graph and no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.new_empty(()).expand(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _watch(pipeline: Pipeline) -> ExchangeWatch:

@@ -92,13 +92,13 @@ def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
 def test_what_a_rank_is_said_to_need_is_what_it_needs(answers: dict[str, tuple[Any, ...]], name: str) -> None:
     for rank in answers["kept"]:
         said, needed = rank[NAMES.index(name)]
-        assert needed <= said <= 1.06 * needed
+        assert needed <= said <= 1.02 * needed
 
 
 def test_so_is_what_weight_gradients_that_are_put_off_need(answers: dict[str, tuple[Any, ...]]) -> None:
     for rank in answers["kept put off"]:
         for said, needed in rank:
-            assert needed <= said <= 1.08 * needed
+            assert needed <= said <= 1.05 * needed
 
 
 @pytest.mark.parametrize("job", ["kept_turns", "kept_shared"])
@@ -106,7 +106,7 @@ def test_so_is_what_it_needs_while_halves_take_turns(answers: dict[str, tuple[An
     """Not two chunks: one half grows while the other gives back. Shared experts have room for a quarter more rows."""
     for rank in answers[job]:
         for said, needed in rank:
-            assert needed <= said <= (1.25 if job == "kept_shared" else 1.1) * needed
+            assert needed <= said <= (1.25 if job == "kept_shared" else 1.05) * needed
 
 
 @pytest.mark.parametrize("job", ["again", "again_turns"])
@@ -114,7 +114,7 @@ def test_so_is_what_it_needs_where_layers_run_again(answers: dict[str, tuple[Any
     """Chunks in flight count as what they hold, and not as all that they save, which is two to three times as much."""
     for rank in answers[job]:
         for said, needed in rank:
-            assert needed <= said <= 1.25 * needed
+            assert needed <= said <= 1.08 * needed
 
 
 def test_every_rank_hears_of_all_plans(answers: dict[str, tuple[Any, ...]]) -> None:
@@ -133,7 +133,7 @@ def test_a_budget_that_is_too_small_is_refused_on_all_ranks_with_one_text(answer
     assert first == second
     assert first.startswith(
         "pipeline: rank 0: no plan fits the budget of 0.001 MiB: of the micro-batches stage 0 has 2 in flight, of "
-        "which each holds at least 0.024 MiB; beside them are 0.2 MiB of weights, gradients, optimizer state and "
+        "which each holds at least <0.001 MiB; beside them are 0.2 MiB of weights, gradients, optimizer state and "
     )
 
 
