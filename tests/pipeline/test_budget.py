@@ -174,6 +174,14 @@ def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
     assert min(last.profile.op_bytes[turn - 1 : turn + 1]) >= 2 * 4 * 8 * 4  # the output, and its exponential
 
 
+def test_a_loss_that_is_given_back_has_the_memory_of_its_number() -> None:
+    """What mse_loss gives has memory as large as its input, and a step keeps one for each micro-batch."""
+    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=2)
+    batch = [torch.ones(64, 8), torch.ones(64, 8)]
+    losses = Pipeline(schedule, {0: nn.Linear(8, 8)}, loss=nn.functional.mse_loss).step(batch, batch)
+    assert [loss.untyped_storage().nbytes() for loss in losses] == [4, 4]
+
+
 def test_rules_that_swap_stand_beside_a_budget() -> None:
     """What they leave no other fate to counts as held: when it is gone is up to the link."""
     stage = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())))
