@@ -145,7 +145,7 @@ class RankStages:
         loss = make_loss(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
         if self._schedule.splits_backwards:
-            how["weight_gradients"] = WeightGradients(may_be_idle=True)
+            how["weight_gradients"] = WeightGradients()
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
 
     @property

@@ -3,6 +3,7 @@
 What: each rank brings facts (a setting, a version, a digest) and what is wrong on it, if anything. A mistake of one, or
 a fact in which two ranks differ, is an error of all, with one text that names the fact and both values.
 `same_on_all` does so for any training on several ranks; a pipeline does so when it is made and before its first step.
+`Together.all_do` does something on all ranks, and what one of them raises ends all.
 Ranks also say where they are: one that plans for a budget does not take what another says before a step for an answer.
 The rank that fails writes a `FailureNote` into the store of the job; the others find it while they wait, and end with
 it. What is written first stays, so that all ranks name the same cause, and none names a rank that ended only because
@@ -18,20 +19,20 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowtide.errors import ConfigError
+from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.gradients import Place, Tie, elements_of, refuse_look_alikes, sample_of
 from lowtide.pipeline.live_chunks import is_in_order
 from lowtide.pipeline.schedule import Schedule
-from lowtide.pipeline.verify import Sends, verify
+from lowtide.pipeline.verify import verify
 from lowtide.tensors.fsdp import is_fsdp, is_sharded
 from lowtide.tensors.private import default_store
 from lowtide.tensors.ranks import gather
@@ -39,19 +40,14 @@ from lowtide.tensors.ranks import gather
 Facts = Mapping[str, object]
 """By name, as a message says it. Plain, so that it can travel."""
 _ABSENT = "none"
+_MET = "lowtide: at"
+"""Begins what a rank brings to a place. What ranks gather in other calls begins otherwise."""
 _ROUNDING = 1e-3
 """Two sums of the same numbers in other orders differ by less, relative to the largest element."""
 POLL_SECONDS = 0.2
+_Made = TypeVar("_Made")
 _LINGER_SECONDS = 3.0
 """How long a failed rank stays for the others to read its note: the store may live in its process."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """With where a rank is."""
-
-    place: str
-    value: Any
 
 
 def agree(schedule: Schedule, mistake: str | None, facts: Facts, weights: Mapping[Place, Any], group: Any) -> str:
@@ -77,16 +73,66 @@ def _digest_of(schedule: Schedule) -> str:
 
 def meet(place: str, value: Any, group: Any) -> list[Any]:
     """What every rank brings to this place. Raises ConfigError on all ranks where one of them is at another."""
-    said = [
-        each if isinstance(each, _Said) else _Said("another call", each) for each in gather(_Said(place, value), group)
-    ]
-    for rank, each in enumerate(said):
-        if each.place != said[0].place:
+    said = gather((_MET, place, value), group)
+    places = [each[1] if isinstance(each, tuple) and each[:1] == (_MET,) else "another call" for each in said]
+    for rank, other in enumerate(places):
+        if other != places[0]:
             raise ConfigError(
-                f"pipeline: rank 0 is at {said[0].place}, and rank {rank} at {each.place}; all ranks must make the "
-                "same calls (a budget is for all ranks or for none)"
+                f"pipeline: rank 0 is at {places[0]}, and rank {rank} at {other}; all ranks must make the same calls "
+                "(a budget is for all ranks or for none)"
             )
-    return [each.value for each in said]
+    return [value for *_, value in said]
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Ranks that make one call at the same time."""
+
+    place: str
+    """The call."""
+    rank: int
+    group: Any
+
+    def all_do(self, what: str, do: Callable[[], _Made]) -> _Made:
+        """What `do` gives, once it has given something on all ranks. What it raises on one ends all of them."""
+        error: Exception | None = None
+        made: list[_Made] = []
+        try:
+            made.append(do())
+        except Exception as raised:
+            error = raised
+        answers = meet(self.place, None if error is None else _Failure.of(error, self.rank), self.group)
+        failures = [failure for failure in answers if failure is not None]
+        if not failures:
+            return made[0]
+        # The rank that needs most says what would be enough for all.
+        worst = max(failures, key=lambda failure: (not failure.is_echo, failure.floor_bytes or 0))
+        if worst.floor_bytes is not None:
+            raise BudgetError(f"pipeline: rank {worst.rank}: {worst.text}", floor_bytes=worst.floor_bytes) from error
+        if error is not None:
+            raise error
+        if worst.is_mistake:
+            raise ConfigError(f"{worst.text} (rank {worst.rank})")
+        raise PipelineError(f"pipeline: rank {worst.rank} failed at {what}: {worst.kind}: {worst.text}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What one rank tells the others. Plain, so that it can travel."""
+
+    rank: int
+    kind: str
+    text: str
+    is_mistake: bool
+    is_echo: bool
+    """It only heard that another rank has failed."""
+    floor_bytes: int | None
+
+    @classmethod
+    def of(cls, error: Exception, rank: int) -> _Failure:
+        floor_bytes = error.floor_bytes if isinstance(error, BudgetError) else None
+        is_echo = isinstance(error, PipelineError)
+        return cls(rank, type(error).__name__, str(error), isinstance(error, ConfigError), is_echo, floor_bytes)
 
 
 def same_on_all(facts: Facts, *, group: Any = None, what: str = "lowtide") -> None:
@@ -164,7 +210,7 @@ def checked(schedule: Schedule, num_ranks: int) -> Schedule:
         raise ConfigError(
             f"pipeline: the schedule '{schedule.name}' is for {schedule.num_ranks} ranks, not {num_ranks}"
         )
-    verify(schedule, sends=Sends.BUFFERED)
+    verify(schedule, sends_wait=False)
     if not is_in_order(schedule):
         raise ConfigError(
             f"pipeline: a stage of the schedule '{schedule.name}' adds up its weight gradients in another order than "

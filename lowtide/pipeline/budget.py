@@ -19,8 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,12 +31,12 @@ from lowtide.core.profile import StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
-from lowtide.errors import BudgetError, ConfigError, PipelineError
+from lowtide.errors import ConfigError
 from lowtide.optimizer.swap import OptimizerSwap
-from lowtide.pipeline.agree import meet
+from lowtide.pipeline.agree import Together
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
-from lowtide.pipeline.live_chunks import Moment, live_chunks_of, read_by_then
+from lowtide.pipeline.live_chunks import Moment, live_chunks_of
 from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk, plan_rank_with_state
@@ -62,7 +61,6 @@ _STEADY_BYTES = 4096
 _HEADROOM = 49
 """The guard begins to spill a fiftieth below its limit."""
 Say = Callable[[str], None]
-_Made = TypeVar("_Made")
 
 
 def fit_stages(
@@ -87,7 +85,7 @@ def fit_stages(
     Raises ConfigError on all ranks for a mistake on any, `BudgetError` on all where some rank has no plan that fits,
     and what a stage raised; then `PipelineError` on the others.
     """
-    ranks = _Ranks(pipeline, pipeline.group if together is None else together)
+    ranks = Together("fit_stages", pipeline.rank, pipeline.group if together is None else together)
     own = nn.ModuleList(pipeline.stages.values())
     wanted = ranks.all_do("its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
     settled = ranks.all_do("its budget", lambda: wanted.settled(lambda: memory_of_model(own, optimizer)))
@@ -129,55 +127,6 @@ def fit_stages(
         if chosen is not engine:
             chosen.close()
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """All ranks that fit their stages at the same time."""
-
-    pipeline: Pipeline
-    group: Any
-
-    def all_do(self, what: str, do: Callable[[], _Made]) -> _Made:
-        """What `do` gives, once it has given something on all ranks. What it raises on one ends all of them."""
-        error: Exception | None = None
-        made: list[_Made] = []
-        try:
-            made.append(do())
-        except Exception as raised:
-            error = raised
-        answers = meet("fit_stages", None if error is None else _Failure.of(error, self.pipeline.rank), self.group)
-        failures = [failure for failure in answers if failure is not None]
-        if not failures:
-            return made[0]
-        # The rank that needs most says what would be enough for all.
-        worst = max(failures, key=lambda failure: (not failure.is_echo, failure.floor_bytes or 0))
-        if worst.floor_bytes is not None:
-            raise BudgetError(f"pipeline: rank {worst.rank}: {worst.text}", floor_bytes=worst.floor_bytes) from error
-        if error is not None:
-            raise error
-        if worst.is_mistake:
-            raise ConfigError(f"{worst.text} (rank {worst.rank})")
-        raise PipelineError(f"pipeline: rank {worst.rank} failed at {what}: {worst.kind}: {worst.text}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What one rank tells the others. Plain, so that it can travel."""
-
-    rank: int
-    kind: str
-    text: str
-    is_mistake: bool
-    is_echo: bool
-    """It only heard that another rank has failed."""
-    floor_bytes: int | None
-
-    @classmethod
-    def of(cls, error: Exception, rank: int) -> _Failure:
-        floor_bytes = error.floor_bytes if isinstance(error, BudgetError) else None
-        is_echo = isinstance(error, PipelineError)
-        return cls(rank, type(error).__name__, str(error), isinstance(error, ConfigError), is_echo, floor_bytes)
 
 
 def _checked(
@@ -316,7 +265,6 @@ class StagePlans:
         self._placed = placed
         self._engine = engine = placed.beside
         self._owns_engine = closes
-        pipeline.waits = read_by_then(pipeline.schedule, pipeline.rank)
         try:
             for stage, plan in found.plans.items():
                 tide = apply(pipeline.stages[stage], plan, engine=engine, group=ALONE, moves_state=False)
@@ -397,7 +345,6 @@ class StagePlans:
 
     def remove(self) -> None:
         """Leave the stages as they were. Idempotent."""
-        self._pipeline.waits = {}
         for tide in self.tides.values():
             tide.remove()
         self._placed.remove()

@@ -61,21 +61,14 @@ class Half(Protocol):
     """What an exchange asks of the half that it is part of (overlap.py)."""
 
     @property
-    def home(self) -> Home:
-        """Whose half it is."""
+    def home(self) -> Any:
+        """Whose half it is. `home.backward_half` is the backward that is under way there, if any."""
 
     def check(self, x: torch.Tensor) -> None:
         """Raise ConfigError if `x`, which is about to leave, was made by what cannot be in a pair."""
 
     def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
         """Start the exchange of `sent`, into `rows`. Its `wait` may let the other half run first."""
-
-
-class Home(Protocol):
-    """What carries out halves."""
-
-    backward_half: Half | None
-    """The one that is under way, if any."""
 
 
 running_half: ContextVar[Half | None] = ContextVar("lowtide_running_half", default=None)

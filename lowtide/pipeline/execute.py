@@ -54,6 +54,7 @@ from lowtide.pipeline.gradients import (
     described,
     gradient_norm,
 )
+from lowtide.pipeline.live_chunks import read_by_then
 from lowtide.pipeline.schedule import (
     RECEIVES,
     SENDS,
@@ -67,18 +68,20 @@ from lowtide.pipeline.schedule import (
     made_by,
 )
 from lowtide.pipeline.torch_stage import (
-    LiveChunk,
+    Places,
     Tensors,
     arguments_of,
     as_tuple,
     backward,
     keep_whole,
+    passed_on,
     runtime_of,
     walk,
     with_places,
 )
 from lowtide.pipeline.transport import GroupTransport
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
+from lowtide.profiling.observe_step import device_of
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.private import tree_leaves
 
@@ -121,6 +124,8 @@ class Pipeline:
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
         self.stages = dict(stages)
+        self.device = torch.device("cpu")
+        """Of the stages."""
         self.loss = loss
         self.weight_gradients = weight_gradients
         self.run_pair = run_pair
@@ -134,6 +139,7 @@ class Pipeline:
         try:
             self.schedule = checked(schedule, num_ranks)
             check_stages(self.schedule, self.rank, self.stages, loss)
+            self.device = device_of(nn.ModuleList(self.stages.values()))
             check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
             if weight_gradients is not None and weight_gradients.most_kept is not None:
                 _check_kept(weight_gradients, run_pair)
@@ -152,15 +158,13 @@ class Pipeline:
         self.transport: GroupTransport | None = None
         if num_ranks > 1:
             note = FailureNote(f"lowtide/pipeline/{name}", num_ranks)
-            self.transport = GroupTransport(group, _device_of(self.stages), note)
+            self.transport = GroupTransport(group, self.device, note)
         if weight_gradients is not None:
             weight_gradients.enter(self.stages.values())
         self._walk: _Walk | None = None
         """Of the step that is under way."""
-        self._runtime: Any = None
-        """Torch's; made for the first step."""
-        self.waits: Mapping[AnyAction, frozenset[Result]] = {}
-        """Of actions of this rank: results that must not be held any more while it computes. Empty: whichever."""
+        self.gone = read_by_then(self.schedule, self.rank)
+        """Of actions of this rank: results that it has sent, and need not hold any more when it computes."""
         self.num_steps = 0
         self._failure: str | None = None
 
@@ -219,16 +223,15 @@ class Pipeline:
 
     def _open(self) -> None:
         """Before the first step ranks meet. Raises ConfigError on all where something differs that must be equal."""
-        facts = facts_of_numerics(_device_of(self.stages)) | facts_of_optimizer(self.optimizer)
+        facts = facts_of_numerics(self.device) | facts_of_optimizer(self.optimizer)
         answers = meet("the first step", (facts, self.tied.samples()), self.group)
         refuse_difference("pipeline", [facts for facts, _ in answers])
         self.tied.check([samples for _, samples in answers])
 
-    @property
+    @functools.cached_property
     def runtime(self) -> Any:
-        if self._runtime is None:
-            self._runtime = runtime_of(self.schedule, self.stages, self.rank, self._do, self._has_failed)
-        return self._runtime
+        """Torch's; made for the first step."""
+        return runtime_of(self.schedule, self.stages, self.rank, self._do, self._has_failed)
 
     def _do(self, every: AnyAction) -> None:
         assert self._walk is not None
@@ -239,7 +242,7 @@ class Pipeline:
 
     def state(self) -> tuple[Any, ...]:
         """Where it is as it was, stages pass on the same for batches of the same shapes."""
-        device_type = _device_of(self.stages).type
+        device_type = self.device.type
         return (
             tuple(weight.requires_grad for each in self.weights.values() for weight in each),
             tuple(stage.training for stage in self.stages.values()),
@@ -260,13 +263,11 @@ class Pipeline:
                 )
         return None
 
-    def stop_putting_off(self) -> bool:
-        """Have every I of this rank do the whole backward; False where the user has asked for W."""
-        if self.weight_gradients is None or not self.weight_gradients.may_be_idle:
-            return False
-        self.weight_gradients.leave()
-        self.weight_gradients = None
-        return True
+    def stop_putting_off(self) -> None:
+        """Have every I of this rank do the whole backward."""
+        if self.weight_gradients is not None:
+            self.weight_gradients.leave()
+            self.weight_gradients = None
 
     @contextlib.contextmanager
     def ending_all(self, at: str) -> Iterator[None]:
@@ -278,11 +279,9 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """End the threads of the transport, and leave the stages as they were."""
+        """Leave the stages as they were."""
         if self.weight_gradients is not None:
             self.weight_gradients.leave()
-        if self.transport is not None:
-            self.transport.close()
 
     def _end(self, error: BaseException, at: str) -> None:
         """Tell the other ranks, and the reader of the traceback."""
@@ -297,13 +296,6 @@ class Pipeline:
             self.transport.give_up()
             if is_first:
                 self.transport.note.linger()
-
-
-def _nothing_put_off(name: str) -> str:
-    return (
-        f"pipeline: '{name}' splits backwards, and no stage of this rank has an nn.Linear or calls "
-        "lowtide.pipeline.linear or grouped_linear; call them there, or leave weight_gradients out"
-    )
 
 
 def _check_kept(weights: WeightGradients, run_pair: RunPair) -> None:
@@ -323,16 +315,9 @@ def _shape_of(entry: Any) -> tuple[Any, ...]:
     return tuple((tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else str(each) for each in leaves)
 
 
-def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
-    for module in stages.values():
-        for parameter in module.parameters():
-            return parameter.device
-    return torch.device("cpu")
-
-
 def _random_states(module: nn.Module) -> tuple[torch.Tensor, ...]:
     """Of the generators that a forward of this module draws from."""
-    device = _device_of({0: module})
+    device = device_of(module)
     own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
     return (torch.get_rng_state(), *own)
 
@@ -363,7 +348,8 @@ class _Walk:
         """For the text of a failure."""
         self._gradients = StepGradients({})
         self.error: BaseException | None = None
-        self._chunks: dict[tuple[int, int], LiveChunk] = {}
+        self._chunks: dict[tuple[int, int], tuple[Tensors, Places]] = {}
+        """Of forwards without their backwards: what came from the stage before, and the places of the outputs."""
         self._local: dict[Result, Tensors] = {}
         """Results that this rank made for itself."""
         self._losses: dict[int, torch.Tensor] = {}
@@ -404,8 +390,6 @@ class _Walk:
         self.at = "its end"
         if weights is not None:
             weights.finish()
-            if weights.most_kept is not None and not weights.num_calls and not weights.may_be_idle:
-                raise ConfigError(_nothing_put_off(self._pipeline.schedule.name))
         self._refuse_written_buffers()
         self._pipeline.tied.exchange(gradients, self._transport)
         if self._transport is not None:
@@ -441,10 +425,8 @@ class _Walk:
             self._weight_gradient(every)
         else:
             ready = {part.kind is Kind.FORWARD: self._ready(part) for part in every.parts}
-            # A budget counts what was sent until its reader is known to have begun. A thread lets go of it, and on a
-            # busy machine that may come late.
-            if self._pipeline.waits and self._transport is not None:
-                self._transport.let_go_of(self._pipeline.waits[every])
+            if self._transport is not None:
+                self._transport.let_go_of(self._pipeline.gone[every])
             self._pipeline.run_pair(ready.get(True), ready.get(False))
             if self._pipeline.weight_gradients is not None:
                 self._pipeline.weight_gradients.run_most(self._split)
@@ -498,8 +480,8 @@ class _Walk:
         # The graphs of what a batch was computed from, and of the loss, can be other ones each time.
         for weight in weights_behind([*tree_leaves(given), *as_tuple(output)], until=(*leaves, *made)):
             self._gradients.include(stage, weight)
-        live, outputs = with_places(leaves, output, stage)
-        self._chunks[chunk] = live
+        places, outputs = with_places(passed_on(output, stage))
+        self._chunks[chunk] = leaves, places
         self._give(action, outputs)
 
     def _learn_from(self, stage: int, made: Sequence[Any], given: Sequence[Any]) -> None:
@@ -536,7 +518,7 @@ class _Walk:
                 f"pipeline: the loss of micro-batch {micro_batch} has no graph, so nothing would get a gradient; it "
                 "was computed without gradients, or detached, or from what is not trained"
             )
-        self._losses[micro_batch] = loss.detach()
+        self._losses[micro_batch] = loss.detach().clone()  # that of mse_loss keeps memory as large as its input
         return loss
 
     def _backward(self, action: Action, given: Tensors | None) -> None:
@@ -547,15 +529,13 @@ class _Walk:
         putting_off = weights.put_off(chunk) if weights is not None else contextlib.nullcontext()
         keep_whole(self._pipeline.stages[action.stage])
         with self._gradients.of_stage(action.stage), putting_off:
-            found = backward(self._chunks.pop(chunk), given)
+            found = backward(*self._chunks.pop(chunk), given)
         self._give(action, found)
 
     def _weight_gradient(self, action: Action) -> None:
         chunk = action.stage, action.micro_batch
         weights = self._weights_of(chunk)
         if weights is not None:
-            if not weights.num_calls and not weights.may_be_idle:
-                raise ConfigError(_nothing_put_off(self._pipeline.schedule.name))
             weights.run(chunk)
 
     def _give(self, action: Action, tensors: Tensors) -> None:

@@ -7,8 +7,8 @@ micro-batches.
 A chunk is alive from its forward to the end of the backward that reads its activations: B, or I of a backward that is
 split (in `live_mixes`: W). What it keeps from I to W counts as a message that waits for W.
 A message that was asked for is counted until it is read. One that was sent is counted until this rank knows that its
-reader has begun: by a message that came back, through however many ranks. So the count holds for any speed of any rank,
-as the executor then waits until the thread that sends has let go of it (`read_by_then`).
+reader has begun: by a message that came back, through however many ranks. The executor holds it just as long
+(`read_by_then`), so the count holds for any speed of any rank.
 Cost: actions times ranks.
 """
 

@@ -5,7 +5,7 @@ the pipeline; each stage observes a whole step of it, forward and backward (one 
 whose saved activations are elsewhere meanwhile). The last stage's step has the loss in it.
 Where stages exchange rows with other ranks (experts), how many come is up to the routing. So `with_rows_of_all` takes
 all micro-batches through the stages, forward alone, and counts their rows (turns.py has what follows from them). Inside
-an `ExchangeWatch` the exchanges of this thread are as ever, and written down; it stands where a half of a pair stands.
+an `ExchangeWatch` the exchanges of this thread are as ever, and written down.
 Why through messages: what a stage is given in the real step has just that shape, dtype and need of a gradient.
 Cost: one step of one micro-batch, one stage after the other; with exchanges the forwards of all others too. Not
 covered: what the loss saves is kept and counted, since it is the caller's own function, which hooks of a stage do not
@@ -15,7 +15,6 @@ see.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
@@ -27,12 +26,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.pipeline.exchange import Half, Home, Route, Work, running_half, start_on_group
+from lowtide.pipeline.exchange import Route, Work, start_on_group
 from lowtide.pipeline.execute import Pipeline
-from lowtide.pipeline.overlap import Overlap
+from lowtide.pipeline.overlap import BACKWARD, Event, Overlap, Start
 from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
-from lowtide.pipeline.torch_stage import Tensors, arguments_of, as_tuple
+from lowtide.pipeline.torch_stage import Tensors, arguments_of, passed_on
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.profiling.observe_call import observe_call
@@ -53,10 +52,8 @@ class _Output:
         self.num_nodes = 0
         """Of autograd's graph. (A variable of the function that notes it would be put back after the step.)"""
 
-    def note(self, output: Any, num_nodes: int) -> None:
+    def note(self, given: Tensors) -> None:
         """Copies, since the step lets go of its own."""
-        self.num_nodes = num_nodes
-        given = as_tuple(output)
         with disable_current_modes(), torch.no_grad():
             self.tensors = tuple(
                 None if each is None else each.detach().clone().requires_grad_(each.requires_grad) for each in given
@@ -78,13 +75,9 @@ def observe_stages(
             later = _KeptUntilW()
             with later if _is_split(pipeline, stage) else contextlib.nullcontext():
                 profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
-            if later.kept and exchanges and pipeline.stop_putting_off():
-                return observe(stage, args, kwargs)
             if later.kept and exchanges:
-                raise ConfigError(
-                    f"pipeline: stage {stage} puts weight gradients off and exchanges rows, and a budget cannot be "
-                    "planned for both; leave weight_gradients out, or write rules: recompute, swap, keep"
-                )
+                pipeline.stop_putting_off()
+                return observe(stage, args, kwargs)
             profile, put_off_bytes, product_bytes = later.within(profile)
             found[stage] = StageChunk(
                 put_off_bytes=put_off_bytes,
@@ -154,28 +147,61 @@ def _observe_stage(
     def use(call: Callable[[], Any]) -> Any:
         start = next_sequence_number()
         made = call()
-        output.note(made, next_sequence_number() - start)
-        assert not is_last or pipeline.loss is not None
-        if not is_last or pipeline.loss is None:
-            return made
-        loss = pipeline.loss(made, target)
-        own = set(pipeline.stages[stage].parameters())
-        behind = weights_behind([loss], until=tree_leaves(made))
-        of_loss.extend((weight, weight.grad) for weight in behind if weight not in own)
-        for weight, _ in of_loss:
-            weight.grad = None
-        return loss
+        output.num_nodes = next_sequence_number() - start
+        if not is_last:
+            made = passed_on(made, stage)
+            output.note(made)
+            _refuse_idle(stage, made)
+        else:
+            assert pipeline.loss is not None
+            loss = pipeline.loss(made, target)
+            own = set(pipeline.stages[stage].parameters())
+            behind = weights_behind([loss], until=tree_leaves(made))
+            of_loss.extend((weight, weight.grad) for weight in behind if weight not in own)
+            for weight, _ in of_loss:
+                weight.grad = None
+            made = (loss,)
+            del loss
+        places = tuple(_Place.apply(each) for each in made if each is not None)
+        del made
+        torch.empty(0)  # the last operator of the forward, at which what it gave is gone
+        return places
 
     with _watch(pipeline) as watch:
         profile = observe_call(pipeline.stages[stage], *given, None, use=use)
     for weight, gradient in of_loss:
         weight.grad = gradient
-    return kept_outside(profile, output.num_nodes), watch.exchanges
+    return kept_outside(profile, output.num_nodes), tuple(watch.exchanges)
+
+
+def _refuse_idle(stage: int, made: Tensors) -> None:
+    """ConfigError for a stage that has no backward."""
+    why = ""
+    if (recorder := _recorder()) is not None and not recorder.num_ops:
+        why = "which computes nothing"
+    elif not any(each is not None and each.requires_grad for each in made):
+        why = "from which nothing goes on that needs a gradient (it is frozen, or detached)"
+    if why:
+        raise ConfigError(
+            f"pipeline: a budget cannot be planned for stage {stage}, {why}; write rules: recompute, swap, keep"
+        )
+
+
+class _Place(torch.autograd.Function):
+    """In place of an output or a loss, of which a pipeline keeps its place in the graph and no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.new_empty(()).expand(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _watch(pipeline: Pipeline) -> ExchangeWatch:
     overlap = getattr(pipeline.run_pair, "__self__", None)
-    return ExchangeWatch(overlap.start) if isinstance(overlap, Overlap) else ExchangeWatch()
+    return ExchangeWatch(overlap.start if isinstance(overlap, Overlap) else start_on_group)
 
 
 def _forward_rows(chunk: StageChunk) -> Rows:
@@ -195,8 +221,9 @@ def _count(pipeline: Pipeline, most: dict[int, Rows], stage: int, args: tuple, k
             f"{len(watch.rows)} times in another, which cannot be planned for; write rules: recompute, swap, keep"
         )
     most[stage] = [(max(a, b), max(c, d)) for (a, c), (b, d) in zip(most[stage], watch.rows, strict=True)]
-    outputs = as_tuple(output)
-    return tuple(None if each is None else each.detach() for each in outputs)
+    if stage == pipeline.schedule.num_stages - 1:
+        return ()
+    return tuple(None if each is None else each.detach() for each in passed_on(output, stage))
 
 
 def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:
@@ -334,41 +361,29 @@ class _KeptUntilW(contextlib.ExitStack):
 
 
 class ExchangeWatch:
-    """A half without a partner, and its own home."""
+    """Inside, what this thread computes is a half without a partner, whose exchanges are written down."""
 
-    def __init__(self, start: Any = start_on_group) -> None:
+    def __init__(self, start: Start) -> None:
         """`start`: starts an exchange, as `Overlap` takes it."""
-        self._start = start
-        self._started: list[Exchange] = []
-        self._recorder: StepRecorder | None = None
-        self._token: contextvars.Token | None = None
-        self.backward_half: Half | None = None
-
-    @property
-    def home(self) -> Home:
-        return self
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
+        self.exchanges: list[Exchange] = []
         """In the order in which they were started."""
-        return tuple(self._started)
+        self._start = start
+        self._recorder: StepRecorder | None = None
+        self._places: dict[int, int] = {}
+        """Of those that take turns, by their number in the half."""
+        self._alone = Overlap(start=self._begin, log=self._note).alone(BACKWARD)
 
     @property
-    def rows(self) -> list[tuple[int, int]]:
-        """Of each: rows sent, rows received."""
-        return [(each.num_sent, each.num_received) for each in self._started]
+    def rows(self) -> Rows:
+        return [(each.num_sent, each.num_received) for each in self.exchanges]
 
-    def check(self, x: torch.Tensor) -> None:
-        """A half of a pair refuses modules of FSDP2 here; alone they are right."""
-
-    def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
+    def _begin(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
         recorder = _recorder()
         if recorder is not self._recorder:  # a step that is observed once more
             self._recorder = recorder
-            self._started.clear()
+            self.exchanges.clear()
         at = 0 if recorder is None else recorder.num_ops
-        work = self._start(rows, sent, route)
-        self._started.append(
+        self.exchanges.append(
             Exchange(
                 start=at,
                 wait=at + 1,
@@ -379,35 +394,19 @@ class ExchangeWatch:
                 takes_turn=rows.is_floating_point() or rows.is_complex(),
             )
         )
-        return _Watched(self, len(self._started) - 1, work)
+        return self._start(rows, sent, route)
 
-    def waited(self, number: int) -> None:
-        """The exchange with this number is about to be waited for."""
-        if self._recorder is not None:
-            each = self._started[number]
-            self._started[number] = dataclasses.replace(each, wait=max(each.wait, self._recorder.num_ops))
+    def _note(self, event: Event) -> None:
+        if event.kind == "issue":
+            self._places[event.number] = len(self.exchanges) - 1
+        elif event.kind == "wait" and self._recorder is not None:
+            place = self._places[event.number]
+            each = self.exchanges[place]
+            self.exchanges[place] = dataclasses.replace(each, wait=max(each.wait, self._recorder.num_ops))
 
     def __enter__(self) -> ExchangeWatch:
-        self._token = running_half.set(self)
-        self.backward_half = self
+        self._alone.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        assert self._token is not None
-        running_half.reset(self._token)
-        self.backward_half = None
-
-
-class _Watched:
-    """A collective of a watched stage."""
-
-    __slots__ = ("_number", "_watch", "_work")
-
-    def __init__(self, watch: ExchangeWatch, number: int, work: Work) -> None:
-        self._watch = watch
-        self._number = number
-        self._work = work
-
-    def wait(self) -> None:
-        self._watch.waited(self._number)
-        self._work.wait()
+    def __exit__(self, *error: Any) -> None:
+        self._alone.__exit__(*error)

@@ -123,10 +123,10 @@ class Overlap:
             if forward is not None and backward is not None:
                 self._in_turns(forward, backward)
             elif forward is not None:
-                with self._alone(FORWARD):
+                with self.alone(FORWARD):
                     forward()
             elif backward is not None:
-                with self._alone(BACKWARD):
+                with self.alone(BACKWARD):
                     backward()
         finally:
             self._is_running = False
@@ -148,7 +148,8 @@ class Overlap:
         return losses
 
     @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
+    def alone(self, name: str) -> Iterator[None]:
+        """Inside, what this thread computes is a half without a partner."""
         with self._carrying(_Half(self, name, self._next_pair(), None)) as half:
             yield
             half.note("segment")

@@ -266,8 +266,8 @@ class _Search:
                 continue
             behind = more[0][0]
             halves = self.task.chunks[ahead].halves[0], self.task.chunks[behind].halves[1]
-            for slot in slots_of(*halves):
-                found.append(rest + own[ahead].most(slot.forward) + own[behind].most(slot.backward))
+            for forward, backward in slots_of(*halves):
+                found.append(rest + own[ahead].most(forward) + own[behind].most(backward))
         return max(found)
 
     def _weights_bytes(self, limits: Mapping[int, int]) -> list[int]:

@@ -15,13 +15,15 @@ torch does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lowtide.config.memory import load_memory
+from lowtide.config.memory import MemoryConfig, load_memory
 from lowtide.errors import ConfigError
+from lowtide.pipeline.agree import Together
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.execute import Pipeline, RunPair, one_after_the_other
 from lowtide.pipeline.generators import make_schedule
@@ -63,40 +65,61 @@ def attach(
     for `Pipeline`. Undone by `remove()`. Raises ConfigError on all ranks for a mistake on any.
     """
     stages = schedule_stages(schedule)
-    for stage in stages:
-        if stage.dw_builder is not None:
-            raise ConfigError(
-                f"{_CALL}: stage {stage.stage_index} has a dw_builder, and attach puts weight gradients off by itself; "
-                "leave dw_builder out"
-            )
-    config = None if memory is None else load_memory(memory)
-    has_budget = budget is not None or (config is not None and config.has_budget)
-    if has_budget:
-        config = merged_config(memory, budget)
-    name = type(schedule).__name__
-    rows = _rows_of(schedule, name)
-    actions = [every for row in rows.actions for every in row]
-    if run_pair is not one_after_the_other and not any(isinstance(every, Pair) for every in actions):
-        raise ConfigError(f"{_CALL}: {name} has no pairs of a forward and a backward; use ScheduleDualPipeV")
+    together = Together("attach", stages[0].group_rank, stages[0].group)
+
+    def read() -> tuple[MemoryConfig | None, Schedule]:
+        config = None if memory is None else load_memory(memory)
+        if budget is not None or (config is not None and config.has_budget):
+            config = merged_config(memory, budget)
+        return config, _rows_of(schedule, has_pairs=run_pair is not one_after_the_other)
+
+    config, rows = together.all_do("its settings", read)
     pipeline = Pipeline(
         rows,
         {stage.stage_index: stage.submod for stage in stages},
         loss=schedule_loss(schedule) if any(stage.is_last for stage in stages) else None,
         group=stages[0].group,
-        weight_gradients=WeightGradients(may_be_idle=True) if rows.splits_backwards else None,
+        weight_gradients=WeightGradients() if rows.splits_backwards else None,
         run_pair=run_pair,
         tied=tied,
         optimizer=optimizer,
     )
-    tides = []
-    if config is not None and not has_budget:
-        tides = [apply(stage.submod, config, engine=engine, group=ALONE) for stage in stages]
-    how = {"memory": config, "optimizer": optimizer, "engine": engine, "say": say} if has_budget else None
-    return AttachedSchedule(schedule, pipeline, tides, how)
+    if config is not None and config.has_budget:
+        how = {"memory": config, "optimizer": optimizer, "engine": engine, "say": say}
+        return AttachedSchedule(schedule, pipeline, [], how)
+    tides: list[Tide] = []
+
+    def follow(rules: MemoryConfig) -> None:
+        for stage in stages:
+            tides.append(apply(stage.submod, rules, engine=engine, group=ALONE))
+
+    try:
+        if config is not None:
+            together.all_do("its rules", functools.partial(follow, config))
+    except BaseException:
+        for tide in tides:
+            tide.remove()
+        pipeline.close()
+        raise
+    return AttachedSchedule(schedule, pipeline, tides, None)
 
 
-def _rows_of(schedule: Any, name: str) -> Schedule:
-    """The actions of all ranks that compute."""
+def _rows_of(schedule: Any, *, has_pairs: bool) -> Schedule:
+    """The actions of all ranks that compute. Raises ConfigError for what cannot be attached to."""
+    name = type(schedule).__name__
+    for stage in schedule_stages(schedule):
+        if stage.dw_builder is not None:
+            raise ConfigError(
+                f"{_CALL}: stage {stage.stage_index} has a dw_builder, and attach puts weight gradients off by itself; "
+                "leave dw_builder out"
+            )
+    rows = _read_rows(schedule, name)
+    if has_pairs and not any(isinstance(every, Pair) for row in rows.actions for every in row):
+        raise ConfigError(f"{_CALL}: {name} has no pairs of a forward and a backward; use ScheduleDualPipeV")
+    return rows
+
+
+def _read_rows(schedule: Any, name: str) -> Schedule:
     if name in _SINGLE:  # torch carries these out without rows, and what it lists for 1F1B is wrong on the last rank
         num_ranks = schedule_stages(schedule)[0].num_stages
         return make_schedule(_SINGLE[name], num_ranks=num_ranks, num_micro_batches=schedule_micro_batches(schedule))

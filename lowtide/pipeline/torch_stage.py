@@ -5,9 +5,9 @@ What: torch's runtime walks the row of this rank, and calls the functions that a
 For a receive of the row it asks the stage; this one begins it with the transport and gives the runtime no work of its
 own. Sends of the row ask for nothing: a result goes as soon as it is made.
 Why not the receives of `PipelineStage`: they have a buffer for each micro-batch, allocated once, of one shape.
-`with_places` keeps of a forward its leaves and the *places* of its outputs in autograd's graph. `backward` starts from
-the places, with the gradients that came, and gives those of the leaves. A backward does not need an output tensor: once
-it is sent or handed over, its memory is free, unless the stage itself saved it.
+`with_places` finds the *places* of a forward's outputs in autograd's graph. They stay, and not the outputs. `backward`
+begins at the places, with the gradients that came, and gives those of the leaves. A backward does not need an output
+tensor: once it is sent or handed over, its memory is free, unless the stage itself saved it.
 FSDP2: a stage whose module is sharded as a whole is gathered before its first action of a step; its gradients are
 added up whole, and reduced once, after its last action.
 Cost: none of its own; gathered weights and whole gradients of a stage under FSDP2 stay for the step, as torch has it.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -150,16 +149,8 @@ def _ours(action: Any) -> AnyAction:
 
 
 Tensors = tuple[torch.Tensor | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LiveChunk:
-    """What stays of a forward until its backward. The activations hang on the places."""
-
-    leaves: Tensors
-    """What came from the stage before."""
-    places: tuple[GradientEdge | None, ...]
-    """Of the outputs, in their order; None where no gradient flows."""
+Places = tuple[GradientEdge | None, ...]
+"""Of outputs in autograd's graph; None where no gradient flows. The activations hang on them."""
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -172,32 +163,35 @@ def as_tuple(output: Any) -> tuple[Any, ...]:
     return tuple(output) if isinstance(output, tuple | list) else (output,)
 
 
-def with_places(leaves: Tensors, output: Any, stage: int) -> tuple[LiveChunk, Tensors]:
-    """What a forward leaves, and its outputs as leaves for the stage after, which share their memory."""
-    outputs = as_tuple(output)
-    places = []
-    following: list[torch.Tensor | None] = []
-    for each in outputs:
+def passed_on(output: Any, stage: int) -> Tensors:
+    """What a stage gives to the next one. Raises ConfigError for what cannot be passed on."""
+    for each in (outputs := as_tuple(output)):
         if not (each is None or isinstance(each, torch.Tensor)):
             raise ConfigError(
                 f"pipeline: stage {stage} gave a {type(each).__name__}; what one stage passes on to the next is a "
                 "tensor or a tuple of tensors"
             )
+    return outputs
+
+
+def with_places(outputs: Tensors) -> tuple[Places, Tensors]:
+    """The places of outputs, and these as leaves for the stage after, which share their memory."""
+    places = []
+    following: list[torch.Tensor | None] = []
+    for each in outputs:
         has_gradient = each is not None and each.requires_grad
         places.append(get_gradient_edge(each) if each is not None and has_gradient else None)
         following.append(None if each is None else each.detach().requires_grad_(has_gradient))
-    return LiveChunk(leaves, tuple(places)), tuple(following)
+    return tuple(places), tuple(following)
 
 
-def backward(chunk: LiveChunk, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+def backward(leaves: Tensors, places: Places, gradients: Tensors) -> Tensors:
     """The gradients of the leaves. Those of the weights are added up by autograd."""
-    roots = [
-        (place, given) for place, given in zip(chunk.places, gradients, strict=True) if place and given is not None
-    ]
+    roots = [(place, given) for place, given in zip(places, gradients, strict=True) if place and given is not None]
     if roots:
         torch.autograd.backward([place for place, _ in roots], [given for _, given in roots])
     found = []
-    for leaf in chunk.leaves:
+    for leaf in leaves:
         found.append(None if leaf is None else leaf.grad)
         if leaf is not None:
             leaf.grad = None

@@ -1,12 +1,14 @@
 """Messages between two ranks, in the order that the schedule proves.
 
 What: in `begin` all ranks hear of which shape each micro-batch of the step is. `send` begins and returns. `ask`
-allocates what will come and begins to take it in. `read` waits for it. `finish` waits until all that was sent has gone.
+allocates what will come and begins to take it in. `read` waits for it. `let_go_of` waits for what was sent, and so does
+`finish` for all that is left.
 Shapes: the first message of each stage for each shape of a micro-batch has a head that says what follows; both ends
 remember it, so later ones have none, until something has changed on any rank (weights were frozen, autocast is on). A
 stage that gives other tensors for the same shape of its batch is refused.
-Why a thread that sends: gloo says that a transfer is over only after somebody waited for it, and until then it holds
-what was sent.
+Why what was sent is held until the schedule says that its reader has begun (live_chunks.read_by_then): gloo says that a
+transfer is over only after somebody waited for it, and by then nobody has to wait. So what a rank holds follows from
+the schedule alone, and a plan counts just that.
 Heads travel on a gloo group of their own. Tensors on the CPU travel there too; those on a device travel on two groups
 of the job's backend, one for each direction: two ranks that send to each other at once on one communicator of NCCL,
 which does one thing at a time, would each wait for the other's receive.
@@ -14,18 +16,16 @@ which does one thing at a time, would each wait for the other's receive.
 A wait ends when the message is there, or when a connection closes. `give_up` closes the connections of this rank, so
 that the waits of all others end, one after the other; each then finds the note of the rank that failed first.
 
-Cost: one small collective in each step; a thread for each peer, asleep while nothing is sent. Not covered: a message
-that is taken back. Devices have been seen with one rank only.
+Cost: one small collective in each step. Not covered: a message that is taken back. Devices have been seen with one rank
+only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import queue
-import threading
-import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,14 +34,12 @@ import torch
 import torch.distributed as dist
 
 from lowtide.errors import ConfigError, PipelineError
-from lowtide.pipeline.agree import POLL_SECONDS, FailureNote, refuse_difference
+from lowtide.pipeline.agree import FailureNote, refuse_difference
 from lowtide.pipeline.live_chunks import HEAD_BYTES
 from lowtide.pipeline.schedule import Kind, Result, receive_of, send_of
 from lowtide.tensors.ranks import gather
 
 Tensors = tuple[torch.Tensor | None, ...]
-_PATIENCE_SECONDS = 10.0
-"""With a thread that should end at once: a rank that fails must end, whatever holds its threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +68,6 @@ class _Blank:
 
 _Blanks = tuple[_Blank | None, ...]
 """None: there is no tensor, as with the gradient of an output that nobody used."""
-_Sent = tuple[Result | None, list[Any], Sequence[torch.Tensor]]
-"""On its way: the works, and the tensors that they need."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A message that is expected."""
-
-    source: int
-    tensors: Tensors
-    works: Sequence[Any]
 
 
 class GroupTransport:
@@ -104,12 +91,10 @@ class GroupTransport:
         """The number of the shape of each micro-batch of this step."""
         self._known: dict[tuple[Kind, int, int], _Blanks] = {}
         """By the kind and stage of a result and the number of a shape."""
-        self._asked: dict[Result, _Asked] = {}
-        self._queues: dict[int, queue.SimpleQueue[_Sent | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._sending = threading.Condition()
-        self._on_the_way: set[Result] = set()
-        self._send_error: tuple[int, BaseException] | None = None
+        self._asked: dict[Result, tuple[int, Tensors, Sequence[Any]]] = {}
+        """What is expected: from which rank, into which tensors, and the works that bring it."""
+        self._on_the_way: defaultdict[Result, list[tuple[int, list[Any], Sequence[torch.Tensor]]]] = defaultdict(list)
+        """What was sent: to which ranks, the works that carry it, and the tensors that they need."""
 
     def begin(self, shapes: Sequence[Hashable] | None, *, state: Any, divide_by: float) -> None:
         """A step begins. shapes: of each micro-batch, on the first rank. state: where it is another one than in the
@@ -131,14 +116,13 @@ class GroupTransport:
             raise self._lost(None, doing, error) from error
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
-        """Begin, and return. The tensors are let go of when they have gone."""
-        self._raise_lost_send()
+        """Begin, and return. The tensors are held until `let_go_of` or `finish`."""
         blanks = tuple(None if tensor is None else _Blank.of(tensor) for tensor in tensors)
         key = self._key_of(result)
-        doing = f"was sending {send_of(result)} to it"
         known = None if key is None else self._known.get(key)
+        parts: list[tuple[torch.Tensor, Any]] = []
         if known is None:
-            self._post(None, [_head_of(result, blanks)], self._heads, to, doing)
+            parts.append((_head_of(result, blanks), self._heads))
             if key is not None:
                 self._known[key] = blanks
         elif known != blanks:
@@ -147,14 +131,17 @@ class GroupTransport:
                 f"micro-batch of the same shape it was {_told(known)}; what a stage passes on must follow from the "
                 "shapes of its batch"
             )
-        with self._sending:
-            self._on_the_way.add(result)
-        there = [
-            tensor.detach().permute(blank.order).contiguous()
+        way = self._ways[int(to < self.rank)]
+        parts += [
+            (tensor.detach().permute(blank.order).contiguous(), way)
             for tensor, blank in zip(tensors, blanks, strict=True)
             if tensor is not None and blank is not None and tensor.numel()
         ]
-        self._post(result, there, self._ways[int(to < self.rank)], to, doing)
+        try:
+            works = [dist.isend(_bytes_of(part), group=group, group_dst=to) for part, group in parts]
+        except RuntimeError as error:
+            raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
+        self._on_the_way[result].append((to, works, [part for part, _ in parts]))
 
     def ask(self, result: Result, *, source: int) -> None:
         """Expect a result. Those of one source come in the order in which they were asked for."""
@@ -178,33 +165,32 @@ class GroupTransport:
                 except RuntimeError as error:
                     raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
             tensors.append(tensor.requires_grad_(blank.requires_grad))
-        self._asked[result] = _Asked(source, tuple(tensors), works)
+        self._asked[result] = source, tuple(tensors), works
 
     def read(self, result: Result) -> Tensors:
         """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
-        asked = self._asked.pop(result)
+        source, tensors, works = self._asked.pop(result)
         try:
-            for work in asked.works:
+            for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self._lost(asked.source, f"waited for {send_of(result)} of it", error) from error
-        return asked.tensors
+            raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
+        return tensors
 
-    def let_go_of(self, results: Collection[Result]) -> None:
-        """Wait until these are held no more. Their readers have them, so only a thread has to get its turn."""
-        self._until(lambda: self._on_the_way.isdisjoint(results))
+    def let_go_of(self, results: Iterable[Result]) -> None:
+        """Wait until these have gone."""
+        for result in results:
+            for to, works, _ in self._on_the_way.pop(result):
+                try:
+                    for work in works:
+                        work.wait()
+                except RuntimeError as error:
+                    raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
 
     def finish(self) -> None:
         """Wait until everything that was sent has gone."""
-        self._until(lambda: not self._on_the_way)
+        self.let_go_of(list(self._on_the_way))
         self._shapes = []
-
-    def _until(self, is_gone: Callable[[], bool]) -> None:
-        with self._sending:
-            while not is_gone() and self._send_error is None:
-                if not self._sending.wait(POLL_SECONDS):
-                    self._raise_noted()
-        self._raise_lost_send()
 
     def give_up(self) -> None:
         """After a failure: end the waits of all ranks. Nothing can be sent any more."""
@@ -215,21 +201,8 @@ class GroupTransport:
                 with contextlib.suppress(RuntimeError):
                     work: Any = dist.irecv(torch.empty(1), group=self._heads, group_src=rank, tag=1)
                     work.wait(timedelta(milliseconds=1))
-        self.close()
-
-    def close(self) -> None:
-        """End the threads. Before `give_up` only between two steps.
-
-        The groups stay: torch gives the name of a destroyed group to the next one of these ranks, which then finds the
-        old addresses in the store and cannot connect (2.13).
-        """
-        for waiting in self._queues.values():
-            waiting.put(None)
-        for thread in self._threads:
-            thread.join(_PATIENCE_SECONDS)
-        self._queues.clear()
-        self._threads.clear()
         self._asked.clear()
+        self._on_the_way.clear()
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -261,49 +234,7 @@ class GroupTransport:
         except RuntimeError as error:
             raise self._lost(source, doing, error) from error
 
-    # -- threads that send ---------------------------------------------------------------------------------------------
-
-    def _post(self, result: Result | None, tensors: Sequence[torch.Tensor], way: Any, to: int, doing: str) -> None:
-        try:
-            works = [dist.isend(_bytes_of(tensor), group=way, group_dst=to) for tensor in tensors]
-        except RuntimeError as error:
-            raise self._lost(to, doing, error) from error
-        if to not in self._queues:
-            self._queues[to] = queue.SimpleQueue()
-            name = f"lowtide-pipeline-let-go-{to}"
-            self._threads.append(threading.Thread(target=self._let_go, args=(to,), name=name, daemon=True))
-            self._threads[-1].start()
-        self._queues[to].put((result, works, tensors))
-
-    def _let_go(self, to: int) -> None:
-        waiting = self._queues[to]
-        while (sent := waiting.get()) is not None:
-            result, works, tensors = sent
-            error: BaseException | None = None
-            try:
-                while works:
-                    _wait_on_host(works.pop(0), self._device)  # nothing of this thread holds it any longer
-            except BaseException as raised:
-                error = raised
-            del sent, works, tensors
-            with self._sending:
-                if result is not None:
-                    self._on_the_way.discard(result)
-                if error is not None and self._send_error is None:
-                    self._send_error = (to, error)
-                self._sending.notify_all()
-
     # -- failures ------------------------------------------------------------------------------------------------------
-
-    def _raise_noted(self) -> None:
-        text = self.note.read()
-        if text is not None:
-            raise PipelineError(f"pipeline: {text}")
-
-    def _raise_lost_send(self) -> None:
-        if self._send_error is not None:
-            to, error = self._send_error
-            raise self._lost(to, "was sending to it", error) from error
 
     def _lost(self, peer: int | None, doing: str, error: BaseException) -> PipelineError:
         """What to say of a connection that broke: the cause that somebody noted, else that the peer is gone."""
@@ -345,15 +276,6 @@ def _name(dtype: torch.dtype) -> str:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory: backends know few dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _wait_on_host(work: Any, device: torch.device) -> None:
-    """Until the transfer is over, so that its memory can be given back. On a device `wait` holds only a stream up."""
-    if device.type == "cpu":
-        work.wait()
-        return
-    while not work.is_completed():
-        time.sleep(0.0005)
 
 
 def _first_line(error: BaseException) -> str:

@@ -73,14 +73,6 @@ class Half:
         return range(max(self.first, stop - 1), min(self.end, stop + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """While these operators of one half are at work, the other half is at those. Empty: it has not begun."""
-
-    forward: range
-    backward: range
-
-
 def halves_of(num_ops: int, num_forward_ops: int, exchanges: Sequence[Exchange]) -> tuple[Half, Half]:
     """Forward and backward of a chunk."""
     waits = [each.wait for each in exchanges if each.takes_turn]
@@ -89,15 +81,16 @@ def halves_of(num_ops: int, num_forward_ops: int, exchanges: Sequence[Exchange])
     return Half(0, num_forward_ops, forward), Half(num_forward_ops, num_ops, backward)
 
 
-def slots_of(forward: Half, backward: Half) -> Iterator[Slot]:
-    """Backward begins; each runs to its next wait and hands over; one that is over hands over for good."""
+def slots_of(forward: Half, backward: Half) -> Iterator[tuple[range, range]]:
+    """Operators of both: while those of one half are at work, the other half is at those. Empty: it has not begun.
+    Backward begins; each runs to its next wait and hands over; one that is over hands over for good."""
     for number in range(max(len(forward.stops), len(backward.stops)) + 1):
         runs = backward.running(number)
         if runs is not None:
-            yield Slot(forward.standing(number), runs)
+            yield forward.standing(number), runs
         runs = forward.running(number)
         if runs is not None:
-            yield Slot(runs, backward.standing(number + 1))
+            yield runs, backward.standing(number + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +121,7 @@ def shares_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each operator of the two chunks: the bytes that it may have while it is in the pair."""
     own = [np.full(len(needs.least), _UNLIMITED, np.int64) for _, needs in (forward, backward)]
-    for slot in slots_of(forward[0], backward[0]):
-        ops = (slot.forward, slot.backward)
+    for ops in slots_of(forward[0], backward[0]):
         least, most = (
             [_highest(column(needs), each) for (_, needs), each in zip((forward, backward), ops)]
             for column in (attrgetter("least"), attrgetter("most"))

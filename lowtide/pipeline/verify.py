@@ -12,9 +12,9 @@ What `verify` proves, in this order; the first fault raises `ConfigError` with r
 5. no rank waits for ever.
 
 Waiting, without transfers: a rank stands at an action until what it reads was made, wherever. With transfers: a
-receive stands until its message was sent, and a send stands until its receiver has come to it (`Sends.RENDEZVOUS`, the
-strictest rule) or for nothing (`Sends.BUFFERED`). What passes RENDEZVOUS passes every weaker rule too:
-sends and receives that run beside compute only take waits away.
+receive stands until its message was sent, and a send stands until its receiver has come to it (`sends_wait`, the
+strictest rule) or for nothing. What passes the strictest rule passes every weaker one too: sends and receives that run
+beside compute only take waits away.
 
 Cost: about 30 µs an action, 0.6 s for 16 ranks with 128 micro-batches and transfers.
 Not covered: memory (live_chunks.py), whether both ends agree on shapes, collectives.
@@ -22,7 +22,6 @@ Not covered: memory (live_chunks.py), whether both ends agree on shapes, collect
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
@@ -44,15 +43,8 @@ from lowtide.pipeline.schedule import (
 )
 
 
-class Sends(enum.Enum):
-    """How long a rank stands at a send."""
-
-    RENDEZVOUS = "until its receiver has come to it"
-    BUFFERED = "for nothing"
-
-
-def verify(schedule: Schedule, *, sends: Sends = Sends.RENDEZVOUS) -> None:
-    """Raise `ConfigError` unless this schedule can be carried out."""
+def verify(schedule: Schedule, *, sends_wait: bool = True) -> None:
+    """Raise `ConfigError` unless this schedule can be carried out, where each send waits for its receiver or none."""
     _check_places(schedule)
     _check_chunks(schedule)
     _check_local_order(schedule)
@@ -60,7 +52,7 @@ def verify(schedule: Schedule, *, sends: Sends = Sends.RENDEZVOUS) -> None:
         _check_transfers(schedule)
         for fault in order_faults(schedule):
             raise ConfigError(fault)
-    _check_progress(schedule, sends)
+    _check_progress(schedule, sends_wait)
 
 
 def order_faults(schedule: Schedule) -> Iterator[str]:
@@ -225,7 +217,7 @@ def _wanted_transfers(schedule: Schedule) -> Iterator[Action]:
             yield receive_of(result)
 
 
-def _check_progress(schedule: Schedule, sends: Sends) -> None:
+def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
     """Let every rank go on as far as it can, until all are through or none can."""
     with_transfers = schedule.has_transfers
     at = [0] * schedule.num_ranks
@@ -241,7 +233,7 @@ def _check_progress(schedule: Schedule, sends: Sends) -> None:
             elif action.kind in SENDS:
                 result = carried_by(action)
                 peer = _peer(schedule, action)  # it has the receive, and cannot have gone past it
-                if sends is Sends.RENDEZVOUS and schedule.actions[peer][at[peer]] != receive_of(result):
+                if sends_wait and schedule.actions[peer][at[peer]] != receive_of(result):
                     return result
             elif not with_transfers:
                 for need in schedule.needs(action):
@@ -283,7 +275,8 @@ def _check_progress(schedule: Schedule, sends: Sends) -> None:
         sentences[rank] = f"rank {rank} at action {at[rank]} ({every}) waits for {awaited} of rank {other}"
         rank = other
     circle = list(sentences)[list(sentences).index(rank) :]
-    rule = f" when a send waits {sends.value}" if with_transfers else ""
+    waits = "until its receiver has come to it" if sends_wait else "for nothing"
+    rule = f" when a send waits {waits}" if with_transfers else ""
     raise ConfigError(
         f"schedule '{schedule.name}' stands still for ever{rule}: {'; '.join(sentences[rank] for rank in circle)}"
     )

@@ -58,8 +58,6 @@ class _PutOff:
     """What one chunk has put off: of each weight, the closures that give its gradients, in order of the backward."""
 
     def __init__(self) -> None:
-        self.num_calls = 0
-        """Of `linear` and `grouped_linear`, in the forward."""
         self.is_in_backward = False
         """Whether I runs. A backward at any other time (a step that is observed inside the forward) is a plain one."""
         self.num_uses: Counter[Any] = Counter()
@@ -133,13 +131,12 @@ _CHUNK: ContextVar[_PutOff | None] = ContextVar("lowtide_pipeline_chunk", defaul
 class WeightGradients:
     """The weight gradients that one rank has put off."""
 
-    def __init__(self, *, may_be_idle: bool = False, most_kept: int | None = None) -> None:
-        """may_be_idle: it is no mistake if no stage puts any off. most_kept: backwards that the schedule does not split
-        put off too, for waits to run (`Overlap(weight_gradients=...)`), and those of so many chunks may stay for later
-        waits when their backward is over; absent, only I puts off, and only W runs."""
+    def __init__(self, *, most_kept: int | None = None) -> None:
+        """most_kept: backwards that the schedule does not split put off too, for waits to run
+        (`Overlap(weight_gradients=...)`), and those of so many chunks may stay for later waits when their backward is
+        over; absent, only I puts off, and only W runs."""
         if most_kept is not None and most_kept < 0:
             raise ConfigError(f"lowtide.pipeline.WeightGradients: most_kept must be 0 or more, not {most_kept}")
-        self.may_be_idle = may_be_idle
         self.most_kept = most_kept
         self.of_stage: Callable[[int], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Around what is added up for a stage. The step that is under way sets it."""
@@ -147,8 +144,6 @@ class WeightGradients:
         """Whose backward is not over."""
         self._waiting: deque[tuple[Chunk, list[_Uses]]] = deque()
         """Stretches, in the order in which they were put off."""
-        self._num_calls = 0
-        """In chunks whose backward is over."""
         self._linears: list[ForwardPatch] = []
 
     def enter(self, stages: Collection[nn.Module]) -> None:
@@ -197,21 +192,17 @@ class WeightGradients:
         """Around the I of a chunk, which may run its forward again."""
         put_off = self._chunks[chunk]
         put_off.is_in_backward = True
+        put_off.casts.clear()  # a layer that runs again has its casts of the forward
         try:
             with self.forward(chunk):
                 yield
         finally:
             put_off.is_in_backward = False
         self._end_stretches()
-        self._num_calls += self._chunks.pop(chunk).num_calls
+        del self._chunks[chunk]
 
     def _end_stretches(self) -> None:
         self._waiting += ((chunk, taken) for chunk, put_off in self._chunks.items() if (taken := put_off.take()))
-
-    @property
-    def num_calls(self) -> int:
-        """How many times one of the functions of this file was called in forwards whose backward is split."""
-        return self._num_calls + sum(chunk.num_calls for chunk in self._chunks.values())
 
     def at_wait(self, *, is_alone: bool) -> bool:
         """A half waits for an exchange. Where it is alone, run the oldest stretch; False if nothing was run."""
@@ -320,7 +311,6 @@ def _call(
     chunk = _CHUNK.get()
     put_off = None
     if chunk is not None:
-        chunk.num_calls += 1
         if weight.requires_grad and not chunk.is_in_backward:
             # Without gradients too: a checkpoint that runs the call again has it count here.
             chunk.num_uses[_leaf_of(get_gradient_edge(weight).node)] += 1

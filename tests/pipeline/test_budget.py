@@ -24,6 +24,25 @@ CASTS: dict[str, Any] = {"casts": True}
 OF_PLAIN = {"is_of_plain": True}
 """To look for the least takes half as long as a plan."""
 PUT_OFF: dict[str, Any] = {"puts_off": True}
+RAISES = {
+    "raises": (1, "RuntimeError: no luck"),
+    "a dict": (
+        0,
+        "ConfigError: pipeline: stage 0 gave a dict; what one stage passes on to the next is a tensor or a tuple of "
+        "tensors",
+    ),
+    "frozen": (
+        0,
+        "ConfigError: pipeline: a budget cannot be planned for stage 0, from which nothing goes on that needs a "
+        "gradient (it is frozen, or detached); write rules: recompute, swap, keep",
+    ),
+    "empty": (
+        0,
+        "ConfigError: pipeline: a budget cannot be planned for stage 0, which computes nothing; write rules: "
+        "recompute, swap, keep",
+    ),
+}
+"""What is told by the rank whose stage is at fault."""
 LARGE = {"inner": 1024, "num_micro_batches": 2}
 """Matrices whose state can move."""
 
@@ -31,7 +50,7 @@ LARGE = {"inner": 1024, "num_micro_batches": 2}
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
     jobs: dict[str, two_ranks.Job] = {
-        "held": ("budgets", {"name": "1f1b", "share": 0.02, "holds": True}),
+        "held": ("budgets", {"name": "1f1b", "share": 0.02}),
         # The least is 0.52, 0.39, 0.47, 0.44, 0.21 and 0.69.
         "turns": ("budgets", {"name": "dualpipev", "share": 0.55, "about": OWN} | OF_PLAIN),
         "casts": ("budgets", {"name": "1f1b", "share": 0.4, "about": CASTS} | OF_PLAIN),
@@ -46,7 +65,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "again_turns": ("kept", {"names": ["dualpipev"], "about": OWN, "recompute": ["layers.*"]}),
         "again": ("kept", {"names": ["interleaved"], "recompute": ["layers.*"]}),
         "refused": ("refused", {}),
-        "raises": ("raises", {}),
+        **{how: ("raises", {"how": how}) for how in RAISES},
     }
     folder = tmp_path_factory.mktemp("ranks")
     given = two_ranks.run(budget_jobs.__name__, list(jobs.values()), folder)
@@ -73,13 +92,13 @@ def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
 def test_what_a_rank_is_said_to_need_is_what_it_needs(answers: dict[str, tuple[Any, ...]], name: str) -> None:
     for rank in answers["kept"]:
         said, needed = rank[NAMES.index(name)]
-        assert needed <= said <= 1.06 * needed
+        assert needed <= said <= 1.02 * needed
 
 
 def test_so_is_what_weight_gradients_that_are_put_off_need(answers: dict[str, tuple[Any, ...]]) -> None:
     for rank in answers["kept put off"]:
         for said, needed in rank:
-            assert needed <= said <= 1.08 * needed
+            assert needed <= said <= 1.05 * needed
 
 
 @pytest.mark.parametrize("job", ["kept_turns", "kept_shared"])
@@ -87,7 +106,7 @@ def test_so_is_what_it_needs_while_halves_take_turns(answers: dict[str, tuple[An
     """Not two chunks: one half grows while the other gives back. Shared experts have room for a quarter more rows."""
     for rank in answers[job]:
         for said, needed in rank:
-            assert needed <= said <= (1.25 if job == "kept_shared" else 1.1) * needed
+            assert needed <= said <= (1.25 if job == "kept_shared" else 1.05) * needed
 
 
 @pytest.mark.parametrize("job", ["again", "again_turns"])
@@ -95,7 +114,7 @@ def test_so_is_what_it_needs_where_layers_run_again(answers: dict[str, tuple[Any
     """Chunks in flight count as what they hold, and not as all that they save, which is two to three times as much."""
     for rank in answers[job]:
         for said, needed in rank:
-            assert needed <= said <= 1.25 * needed
+            assert needed <= said <= 1.08 * needed
 
 
 def test_every_rank_hears_of_all_plans(answers: dict[str, tuple[Any, ...]]) -> None:
@@ -114,7 +133,7 @@ def test_a_budget_that_is_too_small_is_refused_on_all_ranks_with_one_text(answer
     assert first == second
     assert first.startswith(
         "pipeline: rank 0: no plan fits the budget of 0.001 MiB: of the micro-batches stage 0 has 2 in flight, of "
-        "which each holds at least 0.024 MiB; beside them are 0.2 MiB of weights, gradients, optimizer state and "
+        "which each holds at least <0.001 MiB; beside them are 0.2 MiB of weights, gradients, optimizer state and "
     )
 
 
@@ -135,10 +154,12 @@ def test_mistakes_are_refused_on_all_ranks(answers: dict[str, tuple[Any, ...]]) 
     assert second[2:5] == first[2:5]
 
 
-def test_a_stage_that_raises_while_it_is_observed_ends_all_ranks(answers: dict[str, tuple[Any, ...]]) -> None:
-    first, second = answers["raises"]
-    assert second.startswith("RuntimeError: no luck")
-    assert first == "PipelineError: pipeline: rank 1 failed at the step that is observed: RuntimeError: no luck"
+@pytest.mark.parametrize("how", RAISES)
+def test_a_stage_that_cannot_be_observed_ends_all_ranks(answers: dict[str, tuple[Any, ...]], how: str) -> None:
+    rank, text = RAISES[how]
+    assert answers[how][rank] == text
+    wanted = f"PipelineError: pipeline: rank {rank} failed at the step that is observed: {text}"
+    assert answers[how][1 - rank] == wanted
 
 
 def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
@@ -151,6 +172,14 @@ def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
     assert not {site.name for site in last.profile.sites} & {"1.tanh", "outside.exp", "outside.mul"}
     turn = last.profile.num_forward_ops
     assert min(last.profile.op_bytes[turn - 1 : turn + 1]) >= 2 * 4 * 8 * 4  # the output, and its exponential
+
+
+def test_a_loss_that_is_given_back_has_the_memory_of_its_number() -> None:
+    """What mse_loss gives has memory as large as its input, and a step keeps one for each micro-batch."""
+    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=2)
+    batch = [torch.ones(64, 8), torch.ones(64, 8)]
+    losses = Pipeline(schedule, {0: nn.Linear(8, 8)}, loss=nn.functional.mse_loss).step(batch, batch)
+    assert [loss.untyped_storage().nbytes() for loss in losses] == [4, 4]
 
 
 def test_rules_that_swap_stand_beside_a_budget() -> None:

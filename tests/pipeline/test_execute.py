@@ -244,7 +244,7 @@ def test_torchs_own_split_of_a_sharded_stage_is_wrong_and_ours_is_right(answers:
 def test_a_message_in_the_place_of_another_is_named(answers: dict[str, tuple[Any, ...]]) -> None:
     sender, reader = answers["swapped"]
     assert reader == ["pipeline: rank 1 stands at 1RECV_F1, and rank 0 sent 0SEND_F0"]
-    assert sender == ["pipeline: rank 1 ended without a word; rank 0 was sending to it"]
+    assert sender == ["pipeline: rank 1 ended without a word; rank 0 was sending 0SEND_F0 to it"]
 
 
 @pytest.mark.parametrize("answers", ["two"], indirect=True)

@@ -65,7 +65,6 @@ class _Both(nn.Linear):
     ("stage", "is_known", "text"),
     [
         (nn.Linear, False, "WeightGradients(most_kept=1) has the waits of an Overlap run weight gradients, and"),
-        (_Product, True, "no stage of this rank has an nn.Linear or calls lowtide.pipeline.linear or grouped_linear"),
         (_Both, True, "stage 0 uses 'weight' in a linear layer that puts weight gradients off, and in another way"),
         (None, True, "a budget cannot be planned for weight gradients that stay for later waits"),
     ],
@@ -89,6 +88,20 @@ def test_what_cannot_be_kept_is_refused(stage: Any, is_known: bool, text: str) -
 
     with pytest.raises(ConfigError, match=re.escape(text)):
         step()
+
+
+def test_a_stage_that_puts_nothing_off_trains_all_the_same() -> None:
+    """A rank may have no linear layer, and others have some."""
+    stage, batch = _Product(4, 4, bias=False), [torch.randn(2, 4), torch.randn(2, 4)]
+    for x in batch:
+        nn.functional.mse_loss(stage(x), x).backward()
+    assert stage.weight.grad is not None
+    wanted, stage.weight.grad = stage.weight.grad / 2, None
+    schedule, weights = make_schedule("zb_v", num_ranks=1, num_micro_batches=2), WeightGradients(most_kept=1)
+    how: dict[str, Any] = {"weight_gradients": weights, "run_pair": Overlap(weight_gradients=weights).run_pair}
+    stages = {0: stage, 1: nn.Identity()}
+    Pipeline(schedule, stages, loss=nn.functional.mse_loss, **how).step(batch, batch)
+    assert torch.equal(stage.weight.grad, wanted)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def test_halves_that_take_turns_are_never_where_no_slot_says_they_are(seed: int)
     slots = list(slots_of(*halves))
     for forward, backward in in_turns(*halves):
         assert any(
-            (forward in slot.forward if forward is not None else not slot.forward)
-            and (backward in slot.backward if backward is not None else not slot.backward)
-            for slot in slots
+            (forward in of_forward if forward is not None else not of_forward)
+            and (backward in of_backward if backward is not None else not of_backward)
+            for of_forward, of_backward in slots
         ), (halves, forward, backward)
 
 

@@ -13,7 +13,7 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import AnyAction, Schedule, as_v, from_csv, in_rounds
-from lowtide.pipeline.verify import Sends, order_faults, verify
+from lowtide.pipeline.verify import order_faults, verify
 from tests.pipeline.machine import Machine, Outcome
 from tests.pipeline.torch_oracle import lowered, rows_of
 
@@ -21,9 +21,9 @@ GOLDEN = Path(__file__).parent / "golden"
 OF_SEVERAL_RANKS = ("gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev")
 
 
-def passes(schedule: Schedule, sends: Sends) -> bool:
+def passes(schedule: Schedule, *, sends_wait: bool) -> bool:
     try:
-        verify(schedule, sends=sends)
+        verify(schedule, sends_wait=sends_wait)
     except ConfigError:
         return False
     return True
@@ -60,7 +60,7 @@ def test_receives_that_torch_defers_take_each_other_s_messages(
     verify(early)
     late = of_torch(name, num_ranks, num_micro_batches, defer=True)
     assert len(list(order_faults(late))) == num_faults
-    assert passes(late, Sends.BUFFERED) == (num_faults == 0)
+    assert passes(late, sends_wait=False) == (num_faults == 0)
     outcome = Machine(late, rendezvous=False, seed=0).run()
     assert outcome is (Outcome.WRONG if num_faults else Outcome.RIGHT)
 
@@ -82,9 +82,9 @@ def test_the_words_for_a_swapped_message() -> None:
 def test_our_transfers_are_right_however_sends_wait(name: str) -> None:
     for num_ranks in (2, 3, 4):
         schedule = with_transfers(make_schedule(name, num_ranks=num_ranks, num_micro_batches=2 * num_ranks))
-        for sends in Sends:
-            verify(schedule, sends=sends)
-            assert Machine(schedule, rendezvous=sends is Sends.RENDEZVOUS, seed=num_ranks).run() is Outcome.RIGHT
+        for sends_wait in (True, False):
+            verify(schedule, sends_wait=sends_wait)
+            assert Machine(schedule, rendezvous=sends_wait, seed=num_ranks).run() is Outcome.RIGHT
 
 
 def swapped(row: tuple[AnyAction, ...], rng: random.Random) -> tuple[AnyAction, ...]:
@@ -110,11 +110,11 @@ def moved(row: tuple[AnyAction, ...], rng: random.Random) -> tuple[AnyAction, ..
     return tuple(changed)
 
 
-@pytest.mark.parametrize("sends", Sends)
+@pytest.mark.parametrize("sends_wait", [True, False])
 @pytest.mark.parametrize("name", OF_SEVERAL_RANKS)
-def test_damage_is_found_exactly_where_it_does_harm(name: str, sends: Sends) -> None:
+def test_damage_is_found_exactly_where_it_does_harm(name: str, sends_wait: bool) -> None:
     """By a machine that matches messages by their order alone. Nothing harmless is refused either."""
-    rng = random.Random(f"{name} {sends}")
+    rng = random.Random(f"{name} {'waits' if sends_wait else 'buffers'}")
     harmless = 0
     whole = {
         number: with_transfers(make_schedule(name, num_ranks=number, num_micro_batches=2 * number)) for number in (2, 3)
@@ -127,8 +127,13 @@ def test_damage_is_found_exactly_where_it_does_harm(name: str, sends: Sends) -> 
         damage = (swapped, neighbours_swapped, dropped, moved)[number % 4]
         rows[rank] = damage(rows[rank], rng)
         damaged = replace(schedule, actions=tuple(rows))
-        outcome = Machine(damaged, rendezvous=sends is Sends.RENDEZVOUS, seed=number).run()
-        assert passes(damaged, sends) == (outcome is Outcome.RIGHT), (number, damage.__name__, rank, outcome)
+        outcome = Machine(damaged, rendezvous=sends_wait, seed=number).run()
+        assert passes(damaged, sends_wait=sends_wait) == (outcome is Outcome.RIGHT), (
+            number,
+            damage.__name__,
+            rank,
+            outcome,
+        )
         harmless += outcome is Outcome.RIGHT
     assert 5 < harmless < 60
 
@@ -144,7 +149,7 @@ def test_damage_without_transfers_is_found_or_harmless(name: str) -> None:
         rank = rng.randrange(3)
         rows[rank] = (swapped, neighbours_swapped, dropped, moved)[number % 4](rows[rank], rng)
         damaged = replace(schedule, actions=tuple(rows))
-        if passes(damaged, Sends.RENDEZVOUS):
+        if passes(damaged, sends_wait=True):
             harmless += 1
             whole = with_transfers(damaged)
             verify(whole)
@@ -246,13 +251,13 @@ def test_each_fault_has_its_words(rows: tuple[str, ...], text: str | None) -> No
 
 
 def test_a_send_that_waits_for_nothing_frees_what_a_rendezvous_blocks() -> None:
-    verify(written(*CLASSIC), sends=Sends.BUFFERED)
+    verify(written(*CLASSIC), sends_wait=False)
 
 
 def test_a_receive_that_comes_too_late_blocks_even_then() -> None:
     rows = ("0F0 0RECV_B0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
     with pytest.raises(ConfigError) as caught:
-        verify(written(*rows), sends=Sends.BUFFERED)
+        verify(written(*rows), sends_wait=False)
     assert str(caught.value) == (
         "schedule 'mine' stands still for ever when a send waits for nothing: rank 0 at action 1 (0RECV_B0) waits for "
         "1SEND_B0 of rank 1; rank 1 at action 0 (1RECV_F0) waits for 0SEND_F0 of rank 0"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.errors import BudgetError, ConfigError, PipelineError
-from lowtide.pipeline import transport
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.execute import Pipeline
@@ -196,13 +193,11 @@ def budgets(
     is_of_plain: bool = False,
     num_steps: int = 2,
     about: dict[str, Any] | None = None,
-    holds: bool = False,
     **memory: Any,
 ) -> dict[str, Any]:
     """Between the least that is possible and what the plain pipeline needs: what differs, and what was needed.
 
     `is_of_plain`: the share is of what the plain pipeline needs, and the least is not looked for, unless it is more.
-    `holds`: the threads that send hold on to what has gone until somebody waits for that, as on a busy machine.
     """
     it = Rank(name, rank, **(about or {}))
     truth, plain = it.train(num_steps)
@@ -219,10 +214,7 @@ def budgets(
         it.begin()
         plans = it.fit(budget, **memory)
     with contextlib.closing(it.pipeline), plans:
-        with pytest.MonkeyPatch.context() as patch:
-            if holds:
-                _hold(it.pipeline.transport, patch)
-            bits, peaks = it.train(num_steps, plans)
+        bits, peaks = it.train(num_steps, plans)
         stats = [tide.stats for tide in plans.tides.values()]
     return {
         "plain": plain,
@@ -245,24 +237,6 @@ def budgets(
     }
 
 
-def _hold(link: Any, patch: pytest.MonkeyPatch) -> None:
-    is_requested = threading.Event()
-
-    def releasing(wait: Callable[..., None], *results: Any) -> None:
-        is_requested.set()
-        wait(*results)
-        is_requested.clear()
-
-    def wait_on_host(work: Any, device: torch.device) -> None:
-        work.wait()
-        is_requested.wait()
-
-    patch.setattr(transport, "_wait_on_host", wait_on_host)
-    let_go_of = link.let_go_of
-    patch.setattr(link, "let_go_of", lambda results: releasing(let_go_of, results) if results else None)
-    patch.setattr(link, "finish", functools.partial(releasing, link.finish))
-
-
 def _everywhere(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
@@ -283,10 +257,11 @@ def kept(
         with contextlib.closing(it.pipeline), it.fit(2**30, **rules) as plans:
             assert all(plan.does_nothing for plan in plans.plans.values()) == (recompute is None)
             _, peaks = it.train(3, plans)
-            # How many messages are there at once is chance, but for those of a rank that the others wait for.
+            # What is there at once follows from the schedule, whichever rank comes late.
             for slow in range(dist.get_world_size()):
                 with it.coming_late(0.003 * (slow == rank)):
                     peaks += it.train(1, plans)[1]
+            assert it.experts or len(set(peaks[1:])) == 1, peaks
             found.append((plans.found.peak_bytes, max(peaks)))
     return found
 
@@ -318,11 +293,22 @@ class Raising(nn.Module):
         raise RuntimeError("no luck")
 
 
-def raises(rank: int) -> str:
-    """What each rank is told when a stage of the last one raises."""
+class InDict(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": x}
+
+
+def raises(rank: int, how: str) -> str:
+    """What each rank is told when a stage of one of them raises, or cannot be planned for."""
     it = Rank("1f1b", rank)
-    if rank == 1:
+    if rank == 1 and how == "raises":
         it.stages[1].layers.insert(1, Raising())
-    with pytest.raises((RuntimeError, PipelineError)) as caught:
+    if rank == 0 and how == "a dict":
+        it.stages[0].layers.append(InDict())
+    if rank == 0 and how == "frozen":
+        it.stages[0].requires_grad_(False)
+    if rank == 0 and how == "empty":
+        it.stages[0].embed, it.stages[0].layers = None, nn.ModuleList()
+    with pytest.raises((RuntimeError, ConfigError, PipelineError)) as caught:
         it.fit(2**30)
     return f"{type(caught.value).__name__}: {caught.value}"

@@ -17,7 +17,7 @@ from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.gradients import find_ties
 from lowtide.pipeline.schedule import layers_of_stages
 from tests.pipeline.test_cut_model import CONFIGS, SMALL
-from tests.support.shared_jobs import compared
+from tests.support.shared_jobs import compared, shared
 
 NUM_STEPS = 2
 CUT = {"llama": False, "llama, tied": True, "qwen3_moe": True, "deepseek_v3": False}
@@ -110,6 +110,11 @@ def ran(rank: int, kind: str, name: str, fate: str) -> list[str]:
     stages = stages_of(kind, num_stages, 2 * num_ranks)
     batches = [(texts_of(step, number), texts_of(step, number)) for step in range(NUM_STEPS)]
     return compared(rank, stages, loss_of, name, batches, tied=find_ties(stages), fate=fate)
+
+
+def three_share(rank: int) -> list[str]:
+    """What differs where three of four ranks have one weight, which each sends to two others."""
+    return shared(rank, "a weight", "1f1b")[1]
 
 
 def names_of(num_ranks: int) -> list[str]:

@@ -223,15 +223,15 @@ def _plain_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output[:, :CLASSES], target)
 
 
-def shared(rank: int, how: str) -> tuple[str, list[str]]:
+def shared(rank: int, how: str, name: str = "interleaved") -> tuple[str, list[str]]:
     """The refusal of stages that are given alone, and what differs with all that they share."""
-    schedule = make_schedule("interleaved", num_ranks=2, num_micro_batches=M)
+    schedule = make_schedule(name, num_ranks=dist.get_world_size(), num_micro_batches=M)
     stages = _sharing(how)
     own = {stage: stages[stage] for stage in schedule.stages_of(rank)}
     with pytest.raises(ConfigError) as caught:
         Pipeline(schedule, own, loss=_plain_loss if 3 in own else None)
     batches = [_batch(step) for step in range(3)]
-    return str(caught.value), compared(rank, stages, _plain_loss, "interleaved", batches, tied=find_ties(stages))
+    return str(caught.value), compared(rank, stages, _plain_loss, name, batches, tied=find_ties(stages))
 
 
 class Total(nn.Module):
