@@ -16,7 +16,8 @@ from tests.support import budget_jobs, two_ranks
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
-NAMES = ("1f1b", "gpipe", "zb_v", "dualpipev", "interleaved")
+NAMES = ("zb_v", "interleaved")
+MORE_NAMES = ("1f1b", "gpipe", "dualpipev")
 OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
 SHARED: dict[str, Any] = {"experts": "shared", "num_micro_batches": 3}
 CASTS: dict[str, Any] = {"casts": True}
@@ -39,17 +40,31 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "shared": ("budgets", {"name": "one_stage_overlap", "share": 0.5, "about": SHARED} | OF_PLAIN),
         "state": ("budgets", {"name": "1f1b", "share": 0.22, "about": LARGE, "optimizer": "swap"} | OF_PLAIN),
         "put off": ("budgets", {"name": "zb_v", "share": 0.7, "about": PUT_OFF} | OF_PLAIN),
-        "kept put off": ("kept", {"names": ["zb_v", "dualpipev"], "about": PUT_OFF}),
+        "kept put off": ("kept", {"names": ["zb_v"], "about": PUT_OFF}),
         "kept": ("kept", {"names": list(NAMES)}),
-        "kept_turns": ("kept", {"names": ["dualpipev", "interleaved_overlap"], "about": OWN}),
+        "kept_turns": ("kept", {"names": ["interleaved_overlap"], "about": OWN}),
         "kept_shared": ("kept", {"names": ["one_stage_overlap"], "about": SHARED}),
         "again_turns": ("kept", {"names": ["dualpipev"], "about": OWN, "recompute": ["layers.*"]}),
         "again": ("kept", {"names": ["interleaved"], "recompute": ["layers.*"]}),
         "refused": ("refused", {}),
         "raises": ("raises", {}),
     }
-    folder = tmp_path_factory.mktemp("ranks")
-    given = two_ranks.run(budget_jobs.__name__, list(jobs.values()), folder)
+    return _given(jobs, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
+    """With other schedules."""
+    jobs: dict[str, two_ranks.Job] = {
+        "kept": ("kept", {"names": list(MORE_NAMES)}),
+        "kept put off": ("kept", {"names": ["dualpipev"], "about": PUT_OFF}),
+        "kept_turns": ("kept", {"names": ["dualpipev"], "about": OWN}),
+    }
+    return _given(jobs, tmp_path_factory)
+
+
+def _given(jobs: dict[str, two_ranks.Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
+    given = two_ranks.run(budget_jobs.__name__, list(jobs.values()), tmp_path_factory.mktemp("ranks"))
     return dict(zip(jobs, given, strict=True))
 
 
@@ -80,6 +95,14 @@ def test_so_is_what_weight_gradients_that_are_put_off_need(answers: dict[str, tu
     for rank in answers["kept put off"]:
         for said, needed in rank:
             assert needed <= said <= 1.08 * needed
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("job", "most"), [("kept", 1.06), ("kept put off", 1.08), ("kept_turns", 1.1)])
+def test_so_is_what_it_needs_with_other_schedules(more: dict[str, tuple[Any, ...]], job: str, most: float) -> None:
+    for rank in more[job]:
+        for said, needed in rank:
+            assert needed <= said <= most * needed
 
 
 @pytest.mark.parametrize("job", ["kept_turns", "kept_shared"])

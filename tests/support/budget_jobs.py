@@ -282,7 +282,7 @@ def kept(
         it = Rank(name, rank, **(about or {}))
         with contextlib.closing(it.pipeline), it.fit(2**30, **rules) as plans:
             assert all(plan.does_nothing for plan in plans.plans.values()) == (recompute is None)
-            _, peaks = it.train(3, plans)
+            _, peaks = it.train(1, plans)
             # How many messages are there at once is chance, but for those of a rank that the others wait for.
             for slow in range(dist.get_world_size()):
                 with it.coming_late(0.003 * (slow == rank)):
