@@ -15,6 +15,7 @@ import lowtide
 from lowtide.errors import ConfigError
 from lowtide.loss import cross_entropy
 from lowtide.loss.attach import SlicedLoss, attach, loss_of, why_not
+from tests.support.grid import one_of
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
@@ -125,7 +126,7 @@ _NAMES = {"gpt2": ["h.*.mlp", "h.*.ln_1"], "modernbert-masked": ["layers.*.mlp",
     [("llama", fates) for fates in MEMORY]
     + [(name, ("recompute", "swap", "both")[number % 3]) for number, name in enumerate(MODELS) if name != "llama"],
 )
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("autocast", one_of(2, [True, False]), ids=["autocast", ""])
 def test_with_the_other_fates(name: str, fates: str, autocast: bool) -> None:
     model, memory = MODELS[name](), MEMORY[fates]
     if fates == "both":

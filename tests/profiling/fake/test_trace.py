@@ -95,9 +95,9 @@ def small_config(kind: str, num_layers: int = 4, **overrides):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.extended),
         ("llama", {"use_cache": False, "num_layers": 5}),
-        ("llama", {"attn_implementation": "eager"}),
+        pytest.param("llama", {"attn_implementation": "eager"}, marks=pytest.mark.extended),
         ("deepseek", {"first_k_dense_replace": 4, "num_layers": 8}),
     ],
 )

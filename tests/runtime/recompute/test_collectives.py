@@ -575,7 +575,7 @@ def budget_on_distributed_tensors(rank: int, budget: int, memory: dict) -> dict[
 @pytest.mark.parametrize(
     ("budget", "memory"),
     [
-        (2**30, {}),
+        pytest.param(2**30, {}, marks=pytest.mark.extended),
         (200_000, {}),
         (220_000, {"swap": "none"}),
         pytest.param(230_000, {}, marks=pytest.mark.extended),
