@@ -106,6 +106,7 @@ sys.exit(demo["main"](["--tiny", "--steps", "5000"]))
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_ctrl_c_ends_the_demo_and_its_children() -> None:
     """Of two runs: each is a process that loads torch."""
     with subprocess.Popen(
