@@ -15,6 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 from lowtide.errors import ConfigError
 from lowtide.pipeline.cut_model import cut
 from tests.support import grid_jobs, two_ranks
+from tests.support.grid import one_of
 from tests.support.grid_jobs import FATES, MODELS, names_of
 from tests.support.zoo import same_bits
 
@@ -65,7 +66,7 @@ def test_all_combinations(num_ranks: int, kind: str, fate: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("fate", [pytest.param(fate, marks=pytest.mark.extended) for fate in FATES] + ["each"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", one_of(2, MODELS, first=1))
 def test_one_rank(kind: str, fate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "each": one fate for each model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -231,6 +231,7 @@ def trained(phases: tuple[Phase, ...], budget: int | None = None) -> tuple[list[
 _MORE = (
     "hooks",
     "dropout",
+    "a flag",
     "input gradients",
     "two passes of unlike lengths",
     "two passes, accumulated",
