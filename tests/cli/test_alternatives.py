@@ -106,9 +106,10 @@ def test_the_table_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     ("asked", "note"),
     [
         pytest.param(("tiny.json", "--sequence", "512"), None, marks=pytest.mark.extended),
-        (
+        pytest.param(
             ("tiny.json", "--sequence", "2048"),
             "the model is made for sequences of up to 1,024 (max_position_embeddings)",
+            marks=pytest.mark.extended,
         ),
         pytest.param(("table.json", "--sequence", "512"), None, marks=pytest.mark.extended),
         (
