@@ -11,6 +11,7 @@ import torch
 
 import lowtide
 from tests.support.compiled_models import WIDTH, assert_same, build, num_frames, train
+from tests.support.grid import one_of
 from tests.support.virtual_engine import virtual
 
 ROWS = (64, 64, 64)
@@ -64,7 +65,8 @@ def test_what_is_observed_of_a_compiled_layer() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_layers_under_a_budget(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rules", one_of(2, [{}, {"swap": "none"}]))
+def test_inductor_layers_under_a_budget(rules: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small layer: a compiler is needed, and seconds. Not its search for the widest vectors, which compiles a
     program for each width, nor its pool of processes, nor code that is fast."""
     from torch._inductor import config, cpu_vec_isa
@@ -76,13 +78,12 @@ def test_inductor_layers_under_a_budget(tmp_path: Any, monkeypatch: pytest.Monke
     how: dict[str, Any] = {"habits": ("", ""), "which": (0,), "backend": "inductor"}
     truth = train(build(**how), ROWS)
     before = num_frames()
-    for rules in ({}, {"swap": "none"}):
-        model = build(**how)
-        memory = {"min_bytes": 1, **rules}
-        with lowtide.optimize(model, budget="80KiB", memory=memory, engine=virtual(1)) as tide:
-            assert_same(train(model, ROWS), truth)
-            assert tide.stats is not None
-            assert tide.stats.recomputed_bytes if rules else tide.stats.swapped_bytes
+    model = build(**how)
+    memory = {"min_bytes": 1, **rules}
+    with lowtide.optimize(model, budget="80KiB", memory=memory, engine=virtual(1)) as tide:
+        assert_same(train(model, ROWS), truth)
+        assert tide.stats is not None
+        assert tide.stats.recomputed_bytes if rules else tide.stats.swapped_bytes
     assert num_frames() == before
 
 
@@ -121,7 +122,9 @@ def _qwen3_moe() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [pytest.param(_llama, marks=pytest.mark.extended), _gpt2, _qwen3_moe])
+@pytest.mark.parametrize(
+    "make", [*(pytest.param(make, marks=pytest.mark.extended) for make in (_llama, _qwen3_moe)), _gpt2]
+)
 def test_models_of_transformers_of_which_two_layers_are_compiled(make: Any) -> None:
     def compiled() -> Any:
         torch.manual_seed(0)

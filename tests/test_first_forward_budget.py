@@ -22,6 +22,7 @@ from lowtide.runtime.autopilot.measure import Correction
 from lowtide.runtime.session.tides import Tides
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.timeline.step import Link
+from tests.support.grid import one_of
 from tests.support.independent_count import IndependentCount, state_tensors
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
@@ -238,7 +239,7 @@ def test_every_planned_step_keeps_the_budget(name: str, share: float, engine: st
     assert_kept(name, counted, budget_of(name, share), [tokens()] * 3)
 
 
-@pytest.mark.parametrize("name", ["gru_and_attention", "bert", "shared_layers"])
+@pytest.mark.parametrize("name", one_of(2, ["gru_and_attention", "bert", "shared_layers"]))
 def test_the_first_step_after_each_correction_keeps_the_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of correction, injected: bytes that nobody foresaw, and a link that is slower than it was measured."""
     budget = budget_of(name, 0.5)

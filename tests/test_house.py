@@ -64,14 +64,14 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_721,
+    "lines": 57_720,
     "files": 239,
     "classes": 474,
     "files that one other file imports": 34,
     "classes with more than 15 attributes": 11,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
-    "lines of a function, 95 of 100": 28,
+    "lines of a function, 95 of 100": 27,
 }
 """What the package has at most. Write the new number here when one falls; the aims are 48,000 lines, 240 files, 430
 classes, 35, 10, 15, 10 and 28."""

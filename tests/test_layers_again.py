@@ -43,8 +43,7 @@ def planned(profile: Profile, **memory: Any) -> Plan:
     return plan_profile(profile, load_memory({"min_bytes": 1, **memory}), link=LINK)
 
 
-@pytest.mark.parametrize("engine", ["host", virtual(5)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "engine"), in_turn(2, NAMES, ["host", virtual(5)]))
 def test_bits_and_peaks_of_layers_that_run_again(name: str, engine: str) -> None:
     case = zoo.CASES[name]
     model, batch = case.build(0), case.batch(0)

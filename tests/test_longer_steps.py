@@ -200,7 +200,7 @@ LOOPS = {
 }  # fmt: skip
 
 
-OFTEN = ("layers_twice", "attention_low", "cells_over_time", "recompute_only", "joint_passes", "skipped_layers")
+OFTEN = ("layers_twice", "cells_over_time", "recompute_only", "joint_passes")
 """On the virtual engine, and the first one on the host; the others are `make test-extended`'s."""
 EXTENDED = [pytest.mark.extended]
 WAYS = [pytest.param(name, virtual(3), marks=[] if name in OFTEN else EXTENDED) for name in LOOPS] + [

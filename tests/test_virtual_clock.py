@@ -78,7 +78,7 @@ def random_plans(profile: Profile, seed: int) -> list[Plan]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.extended), "gpt2"])
 def test_plans_rank_as_predicted(name: str) -> None:
     model = make_model(name)
     ids = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(1))

@@ -122,8 +122,7 @@ def _through(
             args, kwargs = arguments_of(inputs[number])
         else:
             result = Result(Kind.FORWARD, stage - 1, number)
-            source = schedule.rank_of_stage[stage - 1]
-            if source != rank:
+            if (source := schedule.rank_of_stage[stage - 1]) != rank:
                 assert transport is not None
                 transport.ask(result, source=source)
                 given = transport.read(result)

@@ -68,6 +68,7 @@ def _trained(path: Path, callback: TideCallback | None, **more: Any) -> Trainer:
 
 HABITS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "all of them": {"bf16": True, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3},
     "accumulates": {"gradient_accumulation_steps": 2},
     "bf16": {"bf16": True},
     "evaluates": {"eval_strategy": "steps", "eval_steps": 3},
@@ -83,7 +84,9 @@ def plain_outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], O
     return functools.cache(lambda habit: _outcome(_trained(tmp_path_factory.mktemp("plain"), None, **HABITS[habit])))
 
 
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(
+    "habit", ["plain", "all of them", *(pytest.param(habit, marks=pytest.mark.extended) for habit in [*HABITS][2:])]
+)
 def test_eight_steps_of_the_trainer(habit: str, tmp_path: Path, plain_outcome: Callable[[str], Outcome]) -> None:
     plain = plain_outcome(habit)
     assert len(plain[1]) >= 16

@@ -38,7 +38,7 @@ def test_all_operators_are_the_same_to_the_bit_when_what_they_save_is_moved_or_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.complex64, pytest.param(torch.bfloat16, marks=pytest.mark.extended)], ids=str)
 def test_operators_of_other_types_are_the_same_to_the_bit(dtype: torch.dtype) -> None:
     found = sweep(ways=("virtual", "recipes"), dtypes=(dtype,), part=slice(None, None, 3))
     assert found.unexpected == []

@@ -34,6 +34,7 @@ def by_title(record: Record) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_time_against_memory_writes_a_record_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     methods = ["--methods", "layer checkpointing", "trl offloading", "lowtide"]
     given = ["--only", "gpt2", *methods, "--shares", "0.6", "0.001", "--rounds", "2"]

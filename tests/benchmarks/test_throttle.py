@@ -9,6 +9,7 @@ from benchmarks.throttle import ThrottledEngine
 from lowtide.engines.base import Lane
 from lowtide.engines.host import HostEngine
 from tests.engines.clocked import ClockedEngine
+from tests.support.grid import one_of
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -101,7 +102,7 @@ def test_a_checksum_sees_a_bit_of_loss_and_gradients() -> None:
     assert checksum(loss, model) != before
 
 
-@pytest.mark.parametrize("policy", ["late", "early", 1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("policy", one_of(2, ["late", "early", 1, 2]))
 def test_padding_keeps_the_order_of_an_accelerator(policy: str | int) -> None:
     """Streams that run as late, as early, or as unevenly as they may."""
     from lowtide.engines.accelerator import AcceleratorEngine

@@ -106,9 +106,10 @@ def test_the_table_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     ("asked", "note"),
     [
         pytest.param(("tiny.json", "--sequence", "512"), None, marks=pytest.mark.extended),
-        (
+        pytest.param(
             ("tiny.json", "--sequence", "2048"),
             "the model is made for sequences of up to 1,024 (max_position_embeddings)",
+            marks=pytest.mark.extended,
         ),
         pytest.param(("table.json", "--sequence", "512"), None, marks=pytest.mark.extended),
         (
@@ -152,6 +153,7 @@ def test_where_no_plan_fits_the_table_is_there_and_the_refusal_after_it(capsys: 
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_layers_in_blocks_are_longer_and_each_length_that_was_tried_has_a_row(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -174,7 +176,7 @@ def test_layers_in_blocks_are_longer_and_each_length_that_was_tried_has_a_row(
 @pytest.mark.parametrize(("grown", "unit"), [("batch", 1), pytest.param("sequence", 256, marks=pytest.mark.extended)])
 def test_the_largest_is_the_largest(grown: str, unit: int, capsys: pytest.CaptureFixture[str]) -> None:
     """It fits, and one more does not."""
-    budget = {"batch": 24, "sequence": 8}[grown]
+    budget = 8
     asked = ("--sequence", "256") if grown == "batch" else ("--batch", "1")
     rows = rows_of(capsys, *asked, "--budget", f"{budget}MiB", "--largest", grown)
     assert list(rows) == NAMES

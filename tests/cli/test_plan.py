@@ -229,25 +229,43 @@ def test_rules_are_limits_for_the_solver(capsys: pytest.CaptureFixture[str]) -> 
     assert {site["fate"] for site in sites if site["layer"] == "model.layers.2"} == {"keep"}
 
 
-@pytest.mark.slow
-def test_a_model_of_671_billion_parameters_needs_no_memory() -> None:
-    """In a process of its own, because the test's own has other things in memory."""
+def in_little_memory(code: str) -> Any:
+    """What a program with a run file for 671 billion parameters prints as JSON: it needs at most 1 GiB. In a process of
+    its own, because the test's own has other things in memory."""
     fields = "  model_type: deepseek_v3\n  vocab_size: 129280\n"
     run = f"model:\n{fields}data:\n  sequence_length: 4096\ntrain:\n  steps: 1\n  batch_size: 1\n  precision: bf16\n"
     Path("run.yaml").write_text(run, encoding="utf-8")
-    code = (
+    # not `ru_maxrss`, which a process inherits from the one that started it
+    code += (
         "import pathlib, sys\n"
-        "from lowtide.cli.main import main\n"
-        "status = main(['plan', 'run.yaml', '--budget', '5001GiB', '--hardware', 'h200', '--json'])\n"
-        # not `ru_maxrss`, which a process inherits from the one that started it
         "lines = pathlib.Path('/proc/self/status').read_text().splitlines()\n"
         "print(next(line.split()[1] for line in lines if line.startswith('VmHWM')), file=sys.stderr)\n"
-        "sys.exit(status)\n"
     )
     status, out, err = processes.program(code, Path(), seconds=300)
     assert status == 0, err
     assert int(err.splitlines()[-1]) <= 1 << 20  # KiB
-    found = json.loads(out)
+    return json.loads(out)
+
+
+def test_a_traced_model_of_671_billion_parameters_needs_no_memory() -> None:
+    found = in_little_memory(
+        "import json, pathlib\n"
+        "from lowtide.cli.run_step import trace_run\n"
+        "from lowtide.cli.run_file import load_run\n"
+        "from lowtide.timeline.hardware import load_hardware\n"
+        "run = load_run(pathlib.Path('run.yaml'))\n"
+        "profile = trace_run(run, load_hardware('h200'), say=lambda _: None)\n"
+        "print(json.dumps([len(profile.layers), profile.state.parameters]))\n"
+    )
+    assert found == [61, pytest.approx(2 * 671e9, rel=0.005)]
+
+
+@pytest.mark.extended
+def test_a_planned_model_of_671_billion_parameters_needs_no_memory() -> None:
+    found = in_little_memory(
+        "from lowtide.cli.main import main\n"
+        "assert not main(['plan', 'run.yaml', '--budget', '5001GiB', '--hardware', 'h200', '--json'])\n"
+    )
     assert len(found["plan"]["layers"]) == 61
     weights = {line["what"]: line["plain_bytes"] for line in found["plan"]["account"]}["weights"]
     assert weights == pytest.approx(2 * 671e9, rel=0.005)

@@ -180,6 +180,7 @@ def test_a_package_that_is_not_there_is_named(
     assert capsys.readouterr().err.splitlines()[-1] == f"lowtide: this needs {name}; run: pip install '{install}'"
 
 
+@pytest.mark.extended  # one change, followed: test_plan.py
 def test_advice_that_is_printed_can_be_followed() -> None:
     """Each change that a refusal may offer is written into the run file as it is printed: it is read, and it is the
     step that the refusal had planned."""

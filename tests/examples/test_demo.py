@@ -45,7 +45,7 @@ ALL_RUNS = ("plain", "plain, malloc", "recompute", "mixed", "swap", "swap, state
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [("plain", "plain, malloc", "mixed"), pytest.param(ALL_RUNS, marks=pytest.mark.extended)], ids=["", "all"]
+    "names", [("plain", "mixed"), pytest.param(ALL_RUNS, marks=pytest.mark.extended)], ids=["", "all"]
 )
 def test_the_demo_prints_its_table_and_json_and_leaves_with_zero(
     demo: ModuleType, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -106,6 +106,7 @@ sys.exit(demo["main"](["--tiny", "--steps", "5000"]))
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_ctrl_c_ends_the_demo_and_its_children() -> None:
     """Of two runs: each is a process that loads torch."""
     with subprocess.Popen(

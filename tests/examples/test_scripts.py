@@ -23,6 +23,8 @@ ALONE = {
     "notebook": "step 3: loss ",
 }
 """Name -> what it prints."""
+MORE = ("with_trl_sft", "with_dpo", "with_lightning", "with_unet")
+"""Bits with trl and lightning are compared in tests/adapters, those of a U-Net wherever the zoo is."""
 RANKS = {
     "with_fsdp2": "of a budget of 7.0 MiB",
     "with_pipelining": " bytes were elsewhere between forward and backward",
@@ -62,8 +64,16 @@ def scripts() -> list[Path]:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The folder, and by name what each printed."""
-    home = tmp_path_factory.mktemp("alone")
-    paths = [str(EXAMPLES / (f"{name}.py" if name != "notebook" else "notebook.ipynb")) for name in ALONE]
+    return ran([name for name in ALONE if name not in MORE], tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def more_said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    return ran([*MORE], tmp_path_factory.mktemp("more"))
+
+
+def ran(names: list[str], home: Path) -> tuple[Path, dict[str, str]]:
+    paths = [str(EXAMPLES / (f"{name}.py" if name != "notebook" else "notebook.ipynb")) for name in names]
     code = f"import pathlib\nHOME, PATHS = pathlib.Path({str(home)!r}), {paths!r}\n{RUN}"
     status, out, err = processes.program(code, home, seconds=240)
     assert status == 0, err
@@ -79,9 +89,12 @@ def test_there_are_eleven_and_they_are_short() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALONE)
-def test_it_runs_on_one_rank(name: str, said: tuple[Path, dict[str, str]]) -> None:
-    home, printed = said
+@pytest.mark.parametrize(
+    ("name", "ran"),
+    [pytest.param(name, "more_said", marks=pytest.mark.extended) if name in MORE else (name, "said") for name in ALONE],
+)
+def test_it_runs_on_one_rank(name: str, ran: str, request: pytest.FixtureRequest) -> None:
+    home, printed = request.getfixturevalue(ran)
     assert ALONE[name] in printed[name] and "does nothing" not in printed[name], printed[name]
     if name in WITH_REPORT:
         figures = json.loads((home / name / "run.json").read_text(encoding="utf-8"))["figures"]

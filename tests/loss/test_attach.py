@@ -15,6 +15,7 @@ import lowtide
 from lowtide.errors import ConfigError
 from lowtide.loss import cross_entropy
 from lowtide.loss.attach import SlicedLoss, attach, loss_of, why_not
+from tests.support.grid import in_turn, one_of
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
@@ -85,8 +86,7 @@ def _assert_same(want: dict[str, Tensor], got: dict[str, Tensor]) -> None:
     assert [name for name in want if not same_bits(want[name], got[name])] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(2, MODELS, [torch.float32, torch.bfloat16]))
 def test_loss_and_gradients_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]().to(dtype)
     for more in ({}, {"num_items_in_batch": 17}, {"num_items_in_batch": torch.tensor(17)}):
@@ -125,7 +125,7 @@ _NAMES = {"gpt2": ["h.*.mlp", "h.*.ln_1"], "modernbert-masked": ["layers.*.mlp",
     [("llama", fates) for fates in MEMORY]
     + [(name, ("recompute", "swap", "both")[number % 3]) for number, name in enumerate(MODELS) if name != "llama"],
 )
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("autocast", one_of(2, [True, False]), ids=["autocast", ""])
 def test_with_the_other_fates(name: str, fates: str, autocast: bool) -> None:
     model, memory = MODELS[name](), MEMORY[fates]
     if fates == "both":

@@ -18,6 +18,7 @@ from lowtide.loss.attach import attach
 from lowtide.loss.cross_entropy import whole_cross_entropy
 from lowtide.loss.head import head_cross_entropy
 from tests.loss.test_attach import MODELS
+from tests.support.grid import in_turn, one_of
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
@@ -227,8 +228,7 @@ def _assert_same_steps(want: dict[str, Tensor], got: dict[str, Tensor]) -> None:
     assert [name for name in want if not same_bits(want[name], got[name])] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(2, MODELS, [torch.float32, torch.bfloat16]))
 def test_models_have_the_bits_of_the_declared_sum(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]().to(dtype)
     for batch, rows in zip(_tokens(3), (64, 100, 255), strict=True):
@@ -257,8 +257,7 @@ FATES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fates", FATES)
-@pytest.mark.parametrize("engine", ["virtual", "host"])
+@pytest.mark.parametrize(("fates", "engine"), in_turn(2, FATES, ["virtual", "host"]))
 def test_no_plan_and_no_engine_changes_a_bit(fates: str, engine: str) -> None:
     for name in ("llama", "llama-tied", "gemma2-softcap"):
         model, (batch, _) = MODELS[name](), _tokens()
@@ -271,7 +270,7 @@ def test_no_plan_and_no_engine_changes_a_bit(fates: str, engine: str) -> None:
                 _assert_same_steps(want, _step(model, batch))
 
 
-@pytest.mark.parametrize("budget", ["500KiB", "700KiB", "10MiB"])
+@pytest.mark.parametrize("budget", one_of(2, ["500KiB", "700KiB", "10MiB"]))
 def test_no_budget_changes_a_bit(budget: str) -> None:
     model, batches = MODELS["llama"](), _tokens(4)
     want = [_declared_step(model, "llama", batch, 100) for batch in batches]

@@ -104,8 +104,10 @@ def _differ(want: list[Tensor], got: list[Tensor]) -> list[int]:
     return [number for number, (a, b) in enumerate(zip(want, got, strict=True)) if not same_bits(a, b)]
 
 
-@pytest.mark.parametrize("rows", [2, 16, 64, 75, 100, 149, 150, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    in_turn(2, [torch.float32, torch.bfloat16, torch.float64], [2, 16, 64, 75, 100, 149, 150, 1000]),
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_declared_sum(rows: int, dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
@@ -191,7 +193,7 @@ def test_a_weight_that_is_used_before_and_after_attention_has_both_gradients() -
     assert all(torch.allclose(a, b) for a, b in zip(want, _ours(layer, *numbers, 64), strict=True))
 
 
-@pytest.mark.parametrize(("name", "fates"), in_turn(2, NAMES, ["nothing", *FATES]))
+@pytest.mark.parametrize(("name", "fates"), in_turn(4, NAMES, ["nothing", *FATES]))
 def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
     (batch, _), model = _tokens(), MODELS[name]()
     blocks = take_layers_in_blocks(model, 100)
@@ -219,9 +221,7 @@ def test_no_budget_changes_a_bit() -> None:
             assert lowtide.Plan.from_json(tide.plan.to_json()) == tide.plan
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(3, 1000))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(1, 1000))])
 def test_random_draws_have_the_bits_of_the_declared_rows_alone(seed: int) -> None:
     draw = random.Random(seed)
     name, dtype = draw.choice(NAMES), draw.choice([torch.float32, torch.bfloat16])

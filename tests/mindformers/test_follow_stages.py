@@ -185,7 +185,7 @@ def test_two_ranks_and_the_schedules_of_torch(is_more: bool, tmp_path: Path) -> 
     jobs: list[two_ranks.Job] = [("all_schedules", {"is_more": is_more})]
     runs = two_ranks.run("tests.mindformers.pipeline_rank", jobs, tmp_path)[0]
     for rank, of_rank in enumerate(runs):
-        assert len(of_rank) == (13 if is_more else 7)
+        assert len(of_rank) == (13 if is_more else 4)
         for name, run in of_rank.items():
             assert run["compared"] > 70, name
             assert run["different"] == 0, name

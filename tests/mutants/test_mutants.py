@@ -90,6 +90,7 @@ def test_names_are_unique_and_only_what_could_be_noticed_is_counted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_says_what_became_of_a_mutant_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     command = [sys.executable, "-m", "tests.mutants", "--only", "several-gradients-at-once", "--json"]

@@ -12,6 +12,7 @@ from tests.support import all_at_once_jobs, two_ranks
 from tests.support.all_at_once_jobs import SIZE
 
 
+@pytest.mark.extended  # with a run file: tests/examples/train/test_all_at_once.py
 def test_all_of_it_together_trains_as_one_process(tmp_path: Path) -> None:
     (told,) = two_ranks.run(all_at_once_jobs.__name__, [("everything", {})], tmp_path, num_ranks=4)
     losses, weights = all_at_once_jobs.alone()

@@ -29,6 +29,7 @@ from lowtide.pipeline.overlap import Event
 from tests.pipeline import moe
 from tests.pipeline.late_link import late
 from tests.support.exposed import exposed
+from tests.support.grid import in_turn
 from tests.support.virtual_engine import VirtualEngine
 from tests.support.zoo import same_bits
 
@@ -234,9 +235,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("memory", PLANS.values(), ids=PLANS)
-def test_plans_do_not_change_a_bit(memory: dict[str, Any], seed: int) -> None:
+@pytest.mark.parametrize(("plan", "seed"), in_turn(3, PLANS, range(3)))
+def test_plans_do_not_change_a_bit(plan: str, seed: int) -> None:
+    memory: dict[str, Any] = PLANS[plan]
     model, log = moe.make(0, 1, num_layers=3, hides=seed == 1), []
     truth = step(model, alone)
     with lowtide.apply(model, memory, engine=VirtualEngine(seed=seed)) as tide:

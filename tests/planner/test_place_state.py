@@ -129,7 +129,7 @@ def test_the_memory_of_the_step_is_drawn_as_predicted(plans: dict[int, dict[str,
             assert len(curve.planned_bytes) == len(curve.plain_bytes) == len(curve.seconds)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.extended) for seed in (0, 3)])
 def test_the_same_holds_for_random_states_links_and_micro_batches(seed: int) -> None:
     draw = random.Random(seed)
     nbytes = draw.choice((96, 256, 700)) * MIB

@@ -78,7 +78,7 @@ def test_the_ticks_have_a_window_of_weights() -> None:
 BUDGETS = [share * MIB for share in (330, 500, 800, 1100)]
 
 
-@pytest.mark.parametrize("weights", ["swap", "auto"])
+@pytest.mark.parametrize("weights", [pytest.param("swap", marks=pytest.mark.extended), "auto"])
 def test_a_plan_keeps_its_budget_and_is_never_slower_with_more(weights: str) -> None:
     profile = profile_of()
     plans = [plan_profile(profile, memory(budget, weights), link=LINK) for budget in BUDGETS]

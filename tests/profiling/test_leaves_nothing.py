@@ -34,6 +34,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import lowtide
 from tests.support import held_state
+from tests.support.grid import one_of
 from tests.support.virtual_engine import virtual
 
 SPACE = types.SimpleNamespace(n=0)
@@ -344,7 +345,7 @@ def _train(build: Callable[[], nn.Module], way: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", one_of(2, PLACES))
 def test_training_goes_on_as_if_nobody_had_looked(place: str) -> None:
     move, make = PLACES[place]
 

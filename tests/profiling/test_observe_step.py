@@ -99,7 +99,7 @@ def test_the_kept_curve_is_the_plain_curve_at_every_operator(name: str) -> None:
     assert len(grads) == len(trained)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_of(2, MODELS))
 def test_sites_have_the_names_that_the_runtime_gives_them(name: str) -> None:
     case = zoo.CASES[name]
     profile = observed(name)
@@ -321,7 +321,7 @@ def halfway(profile: Profile) -> Plan:
     return plan_profile(profile, memory, link=LINK, time_limit_seconds=0.1)
 
 
-@pytest.mark.parametrize("name", one_of(2, zoo.CASES))
+@pytest.mark.parametrize("name", one_of(3, zoo.CASES))
 def test_a_plan_knows_everything_that_the_runtime_sees(name: str) -> None:
     case = zoo.CASES[name]
     model, batch = case.build(0), case.batch(0)

@@ -20,6 +20,7 @@ from lowtide.profiling.observe_step import observe
 from lowtide.recipes.build import MAX_STEPS, build_recipes
 from lowtide.recipes.execute import CompiledRecipe
 from tests.support import zoo
+from tests.support.grid import one_of
 from tests.support.recording import Recording, record
 
 CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ def test_every_recipe_of_the_zoo_gives_the_bytes(name: str) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name, case in zoo.CASES.items() if not case.varies])
+@pytest.mark.parametrize("name", one_of(2, [name for name, case in zoo.CASES.items() if not case.varies]))
 def test_recipes_hold_for_data_that_they_were_not_written_for(name: str) -> None:
     case = zoo.CASES[name]
     model = case.build(0)
@@ -138,7 +139,9 @@ def test_experts_chosen_by_data_are_not_written_into_recipes() -> None:
     assert Counter(r for r in found.values() if isinstance(r, str))["number read from data"] > 10
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_autocast", "qwen3_moe", "deepseek_v3", "gpt2_dropout", "unet"])
+@pytest.mark.parametrize(
+    "name", one_of(2, ["llama", "llama_autocast", "qwen3_moe", "deepseek_v3", "gpt2_dropout", "unet"])
+)
 def test_the_observed_profile_has_the_recipes(name: str) -> None:
     case = zoo.CASES[name]
     model = case.build(0)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
+from tests.support.grid import in_turn
 from tests.support.virtual_engine import VirtualEngine
 
 WIDTH = 8
@@ -194,8 +195,7 @@ def _knows_only_backward(model: nn.Module) -> bool:
     return is_old or any(hasattr(module, "is_composed") for module in modules)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("first", [0, 10])
+@pytest.mark.parametrize(("plan", "first"), in_turn(2, PLANS, [0, 10]))
 def test_random_models_of_checkpoints_and_functions_give_the_same_bits(plan: str, first: int) -> None:
     verdicts: Counter[str] = Counter()
     for seed in range(first, first + 10):

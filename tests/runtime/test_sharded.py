@@ -388,7 +388,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-FOLLOWED = [*(("nested", config) for config in CONFIGS), *((way, "mixed") for way in WAYS if way != "nested")]
+FOLLOWED = [(way, [*CONFIGS][(number + 3) % len(CONFIGS)]) for number, way in enumerate(WAYS)]
+"""Each way and each file, in turn."""
+MORE_FOLLOWED = [*(("nested", config) for config in CONFIGS), *((way, "mixed") for way in WAYS if way != "nested")]
 
 
 def follows(rank: int, way: str, config: str) -> dict[str, Any]:
@@ -479,9 +481,11 @@ RESHARDING = [(way, number % 2 == 0) for number, way in enumerate(WAYS)]
 GATHERING = ("layers", "gathered until backward", "no root")
 
 
+BUDGETED = ("layers", "mixed precision", "replicas")
+"""The other ways under a budget: `make test-extended`'s."""
 JOBS: list[two_ranks.Job] = [
-    *(("trains_within", {"way": way, "shares": (0.75, 0.6) if way == "layers" else (0.6,)}) for way in WAYS),
-    *(("made_again", {"way": way}) for way in ("layers", "nested")),
+    *(("trains_within", {"way": way, "shares": (0.6,)}) for way in BUDGETED),
+    ("made_again", {"way": "layers"}),
     *(("leaves_no_trace", {"way": way, "reshards": reshards}) for way, reshards in RESHARDING),
     *(("gathered_before_read", {"way": way}) for way in WAYS),
     *(("goes_on_after_an_error", {"way": way}) for way in ("layers", "no root")),
@@ -491,12 +495,26 @@ JOBS: list[two_ranks.Job] = [
     ("refusals", {}),
     ("state_bytes", {}),
 ]
+MORE_JOBS: list[two_ranks.Job] = [
+    *(("trains_within", {"way": way, "shares": (0.75, 0.6)}) for way in WAYS),
+    ("made_again", {"way": "nested"}),
+    *(("follows", {"way": way, "config": config}) for way, config in MORE_FOLLOWED),
+]
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    given = two_ranks.run(__name__, JOBS, tmp_path_factory.mktemp("ranks"), seconds=300)
-    named = [(name, {k: v for k, v in arguments.items() if k != "shares"}) for name, arguments in JOBS]
+    return given(JOBS, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    return given(MORE_JOBS, tmp_path_factory)
+
+
+def given(jobs: list[two_ranks.Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    given = two_ranks.run(__name__, jobs, tmp_path_factory.mktemp("ranks"), seconds=300)
+    named = [(name, {k: v for k, v in arguments.items() if k != "shares"}) for name, arguments in jobs]
     return {key(name, **arguments): both for (name, arguments), both in zip(named, given, strict=True)}
 
 
@@ -506,8 +524,18 @@ def key(name: str, way: str = "", config: str = "", reshards: bool = True, flag:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BUDGETED)
 def test_a_budget_is_kept_with_the_same_bits(answers: dict, way: str) -> None:
+    assert_kept(answers, way)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", WAYS)
+def test_more_budgets_are_kept_with_the_same_bits(more: dict, way: str) -> None:
+    assert_kept(more, way)
+
+
+def assert_kept(answers: dict, way: str) -> None:
     for first, second in zip(*answers[f"trains_within {way}"], strict=True):
         for found in (first, second):
             assert found["bits"] == [True, True, True]
@@ -519,8 +547,11 @@ def test_a_budget_is_kept_with_the_same_bits(answers: dict, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["layers", "nested"])
-def test_recipes_read_gathered_parameters_and_no_others(answers: dict, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "jobs"), [("layers", "answers"), pytest.param("nested", "more", marks=pytest.mark.extended)]
+)
+def test_recipes_read_gathered_parameters_and_no_others(request: Any, way: str, jobs: str) -> None:
+    answers = request.getfixturevalue(jobs)
     for found in answers[f"made_again {way}"]:
         assert found["bits"] == [True, True, True]
         assert found["misses"] == (0, 0)
@@ -555,8 +586,15 @@ def test_a_bad_batch_is_no_end(answers: dict, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "config"), FOLLOWED)
-def test_the_sections_are_followed_with_the_same_bits(answers: dict, way: str, config: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "config", "jobs"),
+    [
+        *((*pair, "answers") for pair in FOLLOWED),
+        *(pytest.param(*pair, "more", marks=pytest.mark.extended) for pair in MORE_FOLLOWED),
+    ],
+)
+def test_the_sections_are_followed_with_the_same_bits(request: Any, way: str, config: str, jobs: str) -> None:
+    answers = request.getfixturevalue(jobs)
     first, second = answers[key("follows", way, config)]
     assert first == second
     assert first["bits"] == [True, True, True]

@@ -256,7 +256,7 @@ def kept(
         it = Rank(name, rank, **(about or {}))
         with contextlib.closing(it.pipeline), it.fit(2**30, **rules) as plans:
             assert all(plan.does_nothing for plan in plans.plans.values()) == (recompute is None)
-            _, peaks = it.train(3, plans)
+            _, peaks = it.train(1, plans)
             # What is there at once follows from the schedule, whichever rank comes late.
             for slow in range(dist.get_world_size()):
                 with it.coming_late(0.003 * (slow == rank)):

@@ -113,6 +113,7 @@ def test_gradients_of_earlier_micro_batches_are_planned_for(capsys: pytest.Captu
     assert summary.peak_bytes <= budget
 
 
+@pytest.mark.extended  # resumed under a budget: test_stages.py
 def test_a_step_and_two_with_a_budget_are_three_without() -> None:
     whole = go(GPT2, output_dir="whole")
     first = go(GPT2, output_dir="parts", steps=1, budget=budget_of(0.2, "gpt2"))

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(code: str, folder: Path, num_ranks: int) -> dict[str, Any]:
+def told(code: str, folder: Path, num_ranks: int) -> Any:
     """What the first rank printed; all of them end well."""
     ends = two_ranks.finish(two_ranks.start(GO + textwrap.dedent(code), folder, num_ranks), folder, 240)
     assert [status for status, _, _ in ends] == [0] * num_ranks, ends
@@ -86,10 +86,7 @@ def answers(folder: Path) -> dict[str, Any]:
         """
         import json
         found = {"whole": go("whole")}
-        found["plain"] = go("plain", memory=None)
         found["budget"] = go("budget", memory={"budget": 340000, "recompute": "none"})
-        found["resumed"] = go("resumed", resume="runs/whole/checkpoints/step-00000002")
-        found["hybrid"] = go("hybrid", parallel={"shard": "hsdp", "replicas": 2, "tensor": None}, batch_size=1)
         found["uneven"] = go("uneven", parallel={"tensor": 4})
         found["three"] = go("three", parallel={"data": 3})
         print(json.dumps(found))
@@ -100,8 +97,7 @@ def answers(folder: Path) -> dict[str, Any]:
     two = told(
         """
         import json
-        found = {"tensor 2": go("tensor 2", batch_size=4, resume="runs/whole/checkpoints/step-00000002")}
-        found["fsdp2 2"] = go("fsdp2 2", parallel={"tensor": None}, resume="runs/whole/checkpoints/step-00000002")
+        found = {"fsdp2 2": go("fsdp2 2", parallel={"tensor": None}, resume="runs/whole/checkpoints/step-00000002")}
         found["other"] = go("other", batch_size=8, resume="runs/whole/checkpoints/step-00000002")
         print(json.dumps(found))
         """,
@@ -109,6 +105,30 @@ def answers(folder: Path) -> dict[str, Any]:
         2,
     )
     return four | two
+
+
+@pytest.fixture(scope="module")
+def more(answers: dict[str, Any], folder: Path) -> dict[str, Any]:
+    four = told(
+        """
+        import json
+        found = {"plain": go("plain", memory=None)}
+        found["resumed"] = go("resumed", resume="runs/whole/checkpoints/step-00000002")
+        found["hybrid"] = go("hybrid", parallel={"shard": "hsdp", "replicas": 2, "tensor": None}, batch_size=1)
+        print(json.dumps(found))
+        """,
+        folder,
+        4,
+    )
+    two = told(
+        """
+        import json
+        print(json.dumps(go("tensor 2", batch_size=4, resume="runs/whole/checkpoints/step-00000002")))
+        """,
+        folder,
+        2,
+    )
+    return answers | four | {"tensor 2": two}
 
 
 def losses(folder: Path, name: str) -> list[float]:
@@ -126,25 +146,41 @@ def test_it_learns_as_one_rank_does(answers: dict[str, Any], folder: Path, monke
     expected = losses(folder, "alone")
     assert expected[-1] < expected[0] - 0.5
     assert losses(folder, "whole") == pytest.approx(expected, rel=1e-5)
-    assert losses(folder, "hybrid") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.extended
+def test_replicas_of_shards_learn_so_too(more: dict[str, Any], folder: Path) -> None:
+    assert losses(folder, "hybrid") == pytest.approx(losses(folder, "whole"), rel=1e-5)
+
+
+@pytest.mark.extended
+def test_rules_change_no_bit(more: dict[str, Any], folder: Path) -> None:
+    assert more["whole"] == more["plain"]
+    assert losses(folder, "whole") == losses(folder, "plain")
 
 
 def test_memory_changes_no_bit(answers: dict[str, Any], folder: Path) -> None:
-    assert answers["whole"] == answers["budget"] == answers["plain"]
-    assert losses(folder, "whole") == losses(folder, "budget") == losses(folder, "plain")
+    """Rules, and a budget."""
+    assert answers["whole"] == answers["budget"]
+    assert losses(folder, "whole") == losses(folder, "budget")
     last = (folder / "runs/budget/metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["plan"]["predicted_peak_bytes"] <= BUDGET
     assert json.loads(last)["tide"]["swapped_bytes"] + json.loads(last)["tide"]["recomputed_bytes"] > 0
 
 
-def test_the_same_ranks_resume_to_the_bit(answers: dict[str, Any], folder: Path) -> None:
-    assert answers["resumed"] == answers["whole"]
+@pytest.mark.extended  # experts resume in test_experts.py, pipelines in test_stages.py
+def test_the_same_ranks_resume_to_the_bit(more: dict[str, Any], folder: Path) -> None:
+    assert more["resumed"] == more["whole"]
     assert losses(folder, "resumed") == losses(folder, "whole")[2:]
 
 
 def test_other_ranks_take_up_the_same_weights_and_state(answers: dict[str, Any], folder: Path) -> None:
-    for name in ("tensor 2", "fsdp2 2"):
-        assert losses(folder, name) == pytest.approx(losses(folder, "whole")[2:], rel=1e-4)
+    assert losses(folder, "fsdp2 2") == pytest.approx(losses(folder, "whole")[2:], rel=1e-4)
+
+
+@pytest.mark.extended
+def test_other_ranks_that_share_products_do_too(more: dict[str, Any], folder: Path) -> None:
+    assert losses(folder, "tensor 2") == pytest.approx(losses(folder, "whole")[2:], rel=1e-4)
 
 
 def test_what_is_refused(answers: dict[str, Any], folder: Path) -> None:

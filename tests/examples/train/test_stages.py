@@ -143,18 +143,11 @@ def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
     assert both.count("no plan fits the budget of 0.095 MiB: of the micro-batches stage ") == 1
 
 
-ON_TWO, ON_FOUR = ("experts", "one_stage", "one_budget"), ("four", "half", "rest", "four_overlap", "four_budget")
-
-
-@pytest.mark.parametrize(
-    ("on_two", "on_four"),
-    [(ON_TWO[:2], ON_FOUR[:3]), pytest.param(ON_TWO, ON_FOUR, marks=pytest.mark.extended)],
-    ids=["", "all"],
-)
-def test_pipelines_that_share_experts_have_the_losses_of_experts_alone(
-    on_two: tuple[str, ...], on_four: tuple[str, ...]
-) -> None:
+@pytest.mark.extended  # such a pipeline from a run file: test_all_at_once.py
+def test_pipelines_that_share_experts_have_the_losses_of_experts_alone() -> None:
     """Two ranks that split the experts, beside four that split the layers too, and two whose pairs hide exchanges."""
+    on_two = ("experts", "one_stage", "one_budget")
+    on_four = ("four", "half", "rest", "four_overlap", "four_budget")
     # Tied: under 1f1b two ranks have the embedding, whose gradient counts once.
     both: dict[str, Any] = {"model": DEEPSEEK | {"tie_word_embeddings": True}, "expert_parallel": 2}
     write("experts", grad_accumulation=4, **both)

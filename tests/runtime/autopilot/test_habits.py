@@ -228,7 +228,15 @@ def trained(phases: tuple[Phase, ...], budget: int | None = None) -> tuple[list[
     return [*results, *(parameter.detach().clone() for parameter in model.parameters())], peaks, tide
 
 
-_MORE = ("hooks", "input gradients", "two passes of unlike lengths", "two passes, accumulated", "first in, first out")
+_MORE = (
+    "hooks",
+    "dropout",
+    "a flag",
+    "input gradients",
+    "two passes of unlike lengths",
+    "two passes, accumulated",
+    "first in, first out",
+)
 
 
 @pytest.mark.parametrize(

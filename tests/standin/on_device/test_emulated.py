@@ -17,7 +17,7 @@ from tests.support.grid import one_of
 DRAWS = (1, 2, 5, 8)
 
 
-@pytest.mark.parametrize(("model", "name"), one_of(2, [("gpt2", "rtx4090"), ("qwen3_moe", "h200"), ("llama", "h200")]))
+@pytest.mark.parametrize(("model", "name"), one_of(3, [("gpt2", "rtx4090"), ("qwen3_moe", "h200"), ("llama", "h200")]))
 def test_the_engine_takes_the_time_that_the_timeline_says(model: str, name: str) -> None:
     emulated = Emulated(model, load_hardware(name), layers=2)
     rows = []

@@ -85,7 +85,7 @@ def test_what_operators_hold_inside_is_observed() -> None:
     assert predicted - profile.state.rounding > plain_bytes - mask_bytes
 
 
-@pytest.mark.parametrize(("seed", "number"), one_of(2, [(62, 2), (0, 1), (2, 0), (3, 0), (269, 2)]))
+@pytest.mark.parametrize(("seed", "number"), one_of(2, [(62, 2), (0, 1), (2, 0), (3, 0)]))
 def test_a_budget_is_held(seed: int, number: int) -> None:
     """Each once broke, or breaks where gradients of earlier micro-batches (0), the allocator's grain and fingerprints
     (2) or what operators hold inside (3) are left out of the plan."""
@@ -93,7 +93,9 @@ def test_a_budget_is_held(seed: int, number: int) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("seed", "number"), [(0, 0), (1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (5, 2), (6, 0), (7, 1)])
+@pytest.mark.parametrize(
+    ("seed", "number"), [(0, 0), (269, 2), (1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (5, 2), (6, 0), (7, 1)]
+)
 def test_a_budget_is_held_at_other_prices(seed: int, number: int) -> None:
     check(seed, number)
 

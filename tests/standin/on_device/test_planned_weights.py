@@ -12,6 +12,7 @@ import lowtide
 from lowtide.core.log import Listener
 from tests.standin import budgets, device
 from tests.standin.budgets import Prices, Training
+from tests.support.grid import one_of
 
 TRAINING = Training(width=128, tokens=32, num_layers=6, has_optimizer=True)
 
@@ -58,7 +59,9 @@ def _plain() -> tuple[list[torch.Tensor], int]:
 KEEPS = {"recompute": "none", "swap": "none"}
 
 
-@pytest.mark.parametrize(("policy", "number", "limits"), [("late", 0, KEEPS), (7, 1, {"recompute": "none"})])
+@pytest.mark.parametrize(
+    ("policy", "number", "limits"), one_of(2, [("late", 0, KEEPS), (7, 1, {"recompute": "none"})], first=1)
+)
 def test_the_budget_is_held_with_plains_bits(policy: str | int, number: int, limits: dict[str, str]) -> None:
     plain, peak_bytes = _plain()
     budget = peak_bytes // 2
