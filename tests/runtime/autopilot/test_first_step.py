@@ -44,7 +44,7 @@ class Clocked:
 def backward(first: StepWatch) -> None:
     first.begin_pass()
     output = torch.ones(2, requires_grad=True) * 2
-    first.follow(output, None, is_compared=False)  # type: ignore[arg-type]
+    first.follow(output, Clocked(), is_compared=False)  # type: ignore[arg-type]
     output.sum().backward()
 
 
@@ -65,7 +65,7 @@ def test_a_graph_that_goes_backward_twice_counts_once() -> None:
     first = StepWatch(Clocked())  # type: ignore[arg-type]
     first.begin_pass()
     output = torch.ones(2, requires_grad=True) * 2
-    first.follow(output, None, is_compared=False)  # type: ignore[arg-type]
+    first.follow(output, Clocked(), is_compared=False)  # type: ignore[arg-type]
     loss = output.sum()
     loss.backward(retain_graph=True)
     loss.backward()
