@@ -198,9 +198,9 @@ class Recorder(CompiledMode):
 
     def here(self, hook: Callable[..., None]) -> Callable[..., None]:
         """The hook, for where this mode is active. Hooks of a module run in every thread that calls it; the mode is of
-        the thread that runs the step, and of those in which autograd runs its backward pass."""
+        the thread that runs the step, and of those in which autograd runs its backward pass. (Without the name of the
+        hook: a micro-batch that is taken back tells our hooks from the user's by the module that they are from.)"""
 
-        @functools.wraps(hook)
         def in_this_thread(*given: Any) -> None:
             if any(mode is self for mode in dispatch_modes()):
                 hook(*given)
