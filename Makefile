@@ -26,9 +26,8 @@ SOURCES := lowtide tests examples benchmarks docs
 # Else the workers, and each program that a test starts, compile lowtide and its tests anew.
 test test-extended check: export PYTHONDONTWRITEBYTECODE =
 
-# Three on two cores: while a test waits for ranks or for a disk, there is something else to do.
 test: $(STAMP)
-	$(PY) -m pytest -n 3 --dist worksteal --timeout=300 -m "not extended"
+	$(PY) -m pytest -n 2 --dist worksteal --timeout=300 -m "not extended"
 
 # What `make test` leaves out: more cases of what it proves with fewer.
 test-extended: $(STAMP)
