@@ -136,7 +136,7 @@ def work_bytes(kind: str, nbytes: int, dtype: torch.dtype) -> int:
 
 def num_operators(count: int) -> int:
     """Operators that encoding and decoding `count` bits launch."""
-    return 6 * -(-count // _piece(count)) + 4
+    return 6 * -(-count // _piece(count)) + 8
 
 
 def encode(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> Encoded | None:
