@@ -16,7 +16,7 @@ Cost: functions of torch are bound here as they are, so a call costs what it did
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import FunctionType
@@ -65,7 +65,8 @@ try:
     # What sees each operator below autograd. torch documents it, in a module whose name is private.
     # `is_traceable_wrapper_subclass`: whether a tensor breaks down into plain ones by `__tensor_flatten__`.
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+    from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+    from torch.utils._pytree import tree_leaves as _registered_leaves
 except ImportError as error:
     raise missing(str(error)) from error
 
@@ -80,7 +81,6 @@ __all__ = [
     "UnsupportedOperatorException",
     "is_traceable_wrapper_subclass",
     "tree_flatten",
-    "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
     "unset_fake_temporarily",
@@ -101,6 +101,30 @@ def _reader(path: str) -> Callable[[Any], Any]:
     """A function that reads the last name of `path` from an object of the class before it."""
     find(path)
     return attrgetter(path.rpartition(".")[2])
+
+
+# -- containers within containers --------------------------------------------------------------------------------------
+
+_WALKS: dict[type, Callable[[Any], Iterable[Any]]] = {tuple: iter, list: iter, dict: dict.values}
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """What torch's pytree gives, in its order. An observed step asks for every operator; tuples, lists and
+    dictionaries, which nearly all containers are, take a third of pytree's time here."""
+    leaves: list[Any] = []
+    _add_leaves(tree, leaves)
+    return leaves
+
+
+def _add_leaves(tree: Any, leaves: list[Any]) -> None:
+    walk = _WALKS.get(type(tree))
+    if walk is not None:
+        for inside in walk(tree):
+            _add_leaves(inside, leaves)
+    elif tree is None or isinstance(tree, torch.Tensor):
+        leaves.append(tree)
+    else:
+        leaves += _registered_leaves(tree)
 
 
 # -- the backward pass that is running ---------------------------------------------------------------------------------

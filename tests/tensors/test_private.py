@@ -11,6 +11,7 @@ import gc
 import logging
 import sys
 import tomllib
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -508,6 +509,17 @@ def test_trees() -> None:
     assert [leaf for leaf in leaves if leaf is not None] == [1, 2, 3], "in the order in which they were put in"
     assert private.tree_unflatten(leaves, spec) == tree
     assert private.tree_map_only(int, lambda number: -number, tree) == {"b": [-1, (-2, None)], "a": -3}
+
+
+def test_leaves_are_those_of_pytree() -> None:
+    pair = namedtuple("pair", "first second")
+    ones = torch.ones(2)
+    containers = [(), [], {}, OrderedDict(b=ones, a=None), pair(ones, [1]), torch.Size((2, 3)), deque([ones, 2])]
+    leaves = [ones, nn.Parameter(ones), None, 1, "word", {1, 2}, slice(3), private.FakeTensorMode]
+    for tree in [*containers, *leaves, containers, {"x": (containers, {"y": leaves}), "a": [[[ones]]]}]:
+        found, wanted = private.tree_leaves(tree), private.tree_flatten(tree)[0]
+        assert len(found) == len(wanted)
+        assert all(one is other or one == other for one, other in zip(found, wanted, strict=True)), tree
 
 
 def test_operators_and_their_schemas() -> None:
