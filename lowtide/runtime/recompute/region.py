@@ -184,7 +184,7 @@ class RegionRun:
         stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
         run_again = functools.partial(hooks[1], hooks[0](marker))
         unpack = self._unpack(run_again)
-        lets_go = self.watch.weights is not None
+        lets_go = self.watch.weights() is not None
         saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, lets_weights_go=lets_go)
         start = next_sequence_number()
         with saves.hooked(unpack), self.once.running(is_again=False), state.flow or contextlib.nullcontext():
