@@ -448,7 +448,7 @@ class WeightSwap:
                 self.optimizer_swap.detach()
                 self.optimizer_swap = None
             for item in [*self.weights.values(), *self._gradients.values()]:
-                if item.is_away:
+                if moves.is_free(item):
                     tensor, host = item.tensor, moves.hosts[item]
                     assert tensor is not None
                     with quiet():
