@@ -26,8 +26,9 @@ before a tensor goes, and one that is written so is sent back from then on alway
 it is on its way to the device is fetched again.
 
 Memory that somebody else holds too (a view, `.data` or an array that was kept) is not parted from it: the item stays
-where that is, with a warning, until the other lets go; in its slot, too, from which a CPU computes. A slot whose bytes are shown by what somebody has kept (a
-gradient from before `zero_grad()`, the other side of an exchange of `.data`) is left to that.
+where that is, with a warning, until the other lets go; in its slot, too, from which a CPU computes. A slot whose bytes
+are shown by what somebody has kept (a gradient from before `zero_grad()`, the other side of an exchange of `.data`) is
+left to that.
 
 What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
 
