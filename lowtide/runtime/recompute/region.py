@@ -199,6 +199,7 @@ class RegionRun:
             with disable_current_modes():
                 self._look_at_functions(tensors_in(output), start, run_again)
         self.dropped.forward_done()
+        self.watch.frees |= self.dropped.nbytes > 0
         if state.has_compiled:
             self._graphs = [*map(type, graphs_between(tensors_in(output), stops))]
         return output

@@ -41,7 +41,7 @@ from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
 from lowtide.profiling.observe_call import is_training
 from lowtide.runtime.hooks.context import LayerTable, PlanContext
-from lowtide.runtime.hooks.first_forward import warn_about_other_sites, warn_about_small_sites
+from lowtide.runtime.hooks.first_forward import warn_about_idle_regions, warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.forward_pass import ForwardPass
 from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
@@ -196,6 +196,7 @@ class PlannedForwards:
         if self._warn is not None and layer.name == "" and layer.tables:
             warn, self._warn = self._warn, None
             warn(context)
+            warn_about_idle_regions(context)
         return output
 
     def _check_ops(self, is_whole: bool) -> None:
