@@ -32,9 +32,11 @@ from lowtide.tensors.private import (
     fp32_precision,
     function_modes,
     get_attention_order,
+    get_function_state,
     num_dispatch_modes,
     num_function_modes,
     set_attention_order,
+    set_function_state,
 )
 
 _backends: Any = torch.backends
@@ -72,6 +74,7 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
 # How to read each setting, and how to write it. The general ones before those that they imply.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
+    (get_function_state, set_function_state),
     (torch.get_num_threads, torch.set_num_threads),
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),

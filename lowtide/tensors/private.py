@@ -265,6 +265,12 @@ num_dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], list[Any]] = find("torch.overrides._get_current_function_mode_stack")
 """The `TorchFunctionMode`s that are active, outermost first. No public way to ask."""
 
+get_function_state: Callable[[], Any] = find("torch._C._get_torch_function_state")
+"""Whether `__torch_function__` of tensor subclasses is called on this thread: not inside of `backward()` of one."""
+
+set_function_state: Callable[[Any], None] = find("torch._C._set_torch_function_state")
+"""The other half of `get_function_state`."""
+
 push_function_mode: Callable[[Any], None] = find("torch.overrides._push_mode")
 """Have a `TorchFunctionMode` see what this thread does, as `with` would, without touching the mode itself: it may be
 active on another thread."""

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.tensors.private import PENDING_COLLECTIVE
 
@@ -62,6 +63,24 @@ def arrived(tensor: Any) -> torch.Tensor:
         elif not is_distributed(tensor):
             return tensor
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+
+
+def guise_of(tensor: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    """The class of a tensor, if only `__torch_function__` knows it (`as_subclass`), and the attributes."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None, {}
+    return None if issubclass(kind, nn.Parameter) else kind, dict(vars(tensor))
+
+
+def in_guise(tensor: torch.Tensor, guise: tuple[Any, dict[str, Any]]) -> torch.Tensor:
+    """A fresh tensor with that class and these attributes."""
+    kind, attributes = guise
+    if kind is not None and type(tensor) is not kind:
+        tensor = tensor.as_subclass(kind)
+    if attributes:
+        vars(tensor).update(attributes)
+    return tensor
 
 
 class Shell:

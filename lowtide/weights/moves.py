@@ -26,8 +26,9 @@ before a tensor goes, and one that is written so is sent back from then on alway
 it is on its way to the device is fetched again.
 
 Memory that somebody else holds too (a view, `.data` or an array that was kept) is not parted from it: the item stays
-where that is, with a warning, until the other lets go. A slot whose bytes are shown by what somebody has kept (a
-gradient from before `zero_grad()`, the other side of an exchange of `.data`) is left to that.
+where that is, with a warning, until the other lets go; in its slot, too, from which a CPU computes. A slot whose bytes
+are shown by what somebody has kept (a gradient from before `zero_grad()`, the other side of an exchange of `.data`) is
+left to that.
 
 What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
 
@@ -223,19 +224,27 @@ class WeightMoves:
         found = tensor.size(), tensor.dtype, tensor.device.type
         return found == (item.shape.size, item.shape.dtype, self.device.type)
 
-    def _is_held(self, item: Movable, storage: torch.UntypedStorage) -> bool:
+    def _is_held(self, item: Movable, storage: torch.UntypedStorage, num_own: int = 2) -> bool:
         """Whether somebody else holds the storage that the item's tensor shows; it says so once."""
-        if not _has_others(storage):
+        if not _has_others(storage, num_own):
             return False
         if not self._has_warned:
             self._has_warned = True
+            where = f"the {_tier(item)}" if item.is_away else self.device
             warnings.warn(
-                f"lowtide: {item.name} stays on {self.device}: somebody has kept a view, .data or an array of its "
-                "memory, which would not follow it; let go of that, or keep a clone()",
+                f"lowtide: {item.name} stays on {where}: somebody has kept a view, .data or an array of its memory, "
+                "which would not follow it; let go of that, or keep a clone()",
                 RuntimeWarning,
                 stacklevel=2,
             )
         return True
+
+    def is_free(self, item: Movable) -> bool:
+        """Whether the item's bytes are in its slot, and nobody else holds what shows them there: who does may write to
+        them later. Used from the slot, the item is right then, too."""
+        if item.away is None or not item.is_away:
+            return False
+        return self.device.type != "cpu" or not self._is_held(item, item.away.untyped_storage(), num_own=3)
 
     def _leave_slot(self, item: Movable) -> None:
         """Give the item another slot if somebody has kept what shows the bytes in this one."""
@@ -359,7 +368,7 @@ class WeightMoves:
             if item in self._here:
                 del self._here[item]
                 self._here[item] = None  # used last
-        missing = [item for item in needed if item.buffer is None and item.is_away]
+        missing = [item for item in needed if item.buffer is None and self.is_free(item)]
         self._make_room(sum(item.nbytes for item in missing), set(needed))
         for item in missing:
             self._fetch(item)
@@ -388,7 +397,7 @@ class WeightMoves:
                 # The loop's own code runs before that. What it writes through `.data` no version counts, and it would
                 # write to the slot of what is on its way.
                 return
-            missing = [item for item in self._uses[coming] if item.buffer is None and item.is_away]
+            missing = [item for item in self._uses[coming] if item.buffer is None and self.is_free(item)]
             wanted = sum(item.nbytes for item in missing)
             needed |= set(self._uses[coming])
             if number > _MOST_AHEAD or not self._has_room(wanted, needed, number):
@@ -459,8 +468,10 @@ class WeightMoves:
             return
         if version_of(tensor) != item.fetched_version:  # written to in its slot, by whoever read it there, meanwhile
             self._forget(item)
-            self._fetch(item)
-            self._arrive(item)
+            self._bring((item,))
+            return
+        if not self.is_free(item):
+            self._forget(item)
             return
         tensor.data = item.shape.over(item.buffer)
         item.version = version_of(tensor)
@@ -576,22 +587,22 @@ class WeightMoves:
             self.retire(True)
 
     def free(self, item: Movable) -> None:
-        """Give the item's place back. Its tensor shows other memory by now."""
+        """Give the item's place back, unless somebody has kept what shows it, as its tensor may do itself."""
         self._wait_out(item)
         self._forget(item)
         if item.slot is not None and item.away is not None:
             self.items.pop(storage_key(item.away.untyped_storage()), None)
-            slot, item.slot, item.away = item.slot, None, None
+            self._left.append((item.slot, item.away))
+            item.slot = item.away = None
             del self.hosts[item]
-            self.engine.free(slot)
 
 
 _NEVER = 1 << 30
 
 
-def _has_others(storage: torch.UntypedStorage) -> bool:
-    """Whether more than one tensor holds a storage (and this object)."""
-    return storage_uses(storage_key(storage)) > 2
+def _has_others(storage: torch.UntypedStorage, num_own: int = 2) -> bool:
+    """Whether more than `num_own` hold a storage: one tensor and this object."""
+    return storage_uses(storage_key(storage)) > num_own
 
 
 def _tier(item: Movable) -> str:

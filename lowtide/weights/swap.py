@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,7 +102,8 @@ class _Unit:
     """A layer, or another part of the model: what comes and goes together."""
 
     name: str
-    module: nn.Module
+    kind: str
+    """The name of its class."""
     items: list[Movable]
     gradients: list[Movable] = field(default_factory=list)
 
@@ -109,17 +111,36 @@ class _Unit:
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
 
+    def begin_backward(self, moves: WeightMoves) -> None:
+        """Have its weights there, and room for its gradients."""
+        key = ("backward", self.name)
+        if any(item.slot is None for item in self.items):
+            return  # of a graph that is older than `remove()`
+        moves.arrive_at_the_end()
+        if moves.last != key:
+            away = [item for item in self.gradients if item.is_away]
+            new = tuple(item for item in self.gradients if item.tensor is None)
+            moves.use(key, [*self.items, *away], new)
+
 
 class _Stay(NamedTuple):
-    """A weight during the backward of a part: what autograd's handles on it share."""
+    """A weight during the backward of a part: what autograd's handles on it share. It must not lead to the model, or
+    one that keeps its last output would never die."""
 
-    swap: WeightSwap
+    moves: WeightMoves
     item: Movable
     unit: _Unit
 
     def read(self) -> torch.UntypedStorage:
         """Its bytes on the device, fetched if need be."""
-        return self.swap.storage_of(self.item, self.unit)
+        item = self.item
+        with self.moves.lock:
+            if item.slot is None:  # the swap was removed before this graph's backward
+                return item.parameter.untyped_storage()
+            self.unit.begin_backward(self.moves)
+            if not item.is_here:
+                self.moves.bring([item])
+            return item.parameter.untyped_storage() if item.buffer is None else item.buffer
 
 
 def swap_weights(
@@ -197,7 +218,7 @@ def _units_of(model: nn.Module, least_bytes: int, layers: Sequence[str]) -> list
         p: Movable(names[p], p, Shape.of(p), is_gradient=False) for p in names if can_move(p, least_bytes, counts)
     }
     units = [
-        _Unit(name, module, [item_of[p] for p in module.parameters() if p in item_of])
+        _Unit(name, type(module).__name__, [item_of[p] for p in module.parameters() if p in item_of])
         for name, module in _parts_of(model, set(layers)).items()
     ]
     return [unit for unit in units if unit.items]
@@ -394,11 +415,11 @@ class WeightSwap:
 
     def _put_on_hooks(self, optimizer: torch.optim.Optimizer | None) -> None:
         undo = self._undo
-        modules = {unit.module: unit for unit in self._units}
+        modules = {self.model.get_submodule(unit.name): unit for unit in self._units}
         if self.model not in modules:
-            undo.append(ForwardPatch(self.model, self._around_model, weights=self).undo)
+            undo.append(ForwardPatch(self.model, self._around_model, weights=self).close)
         for module, unit in modules.items():
-            undo.append(ForwardPatch(module, self._around(unit), weights=self).undo)
+            undo.append(ForwardPatch(module, self._around(unit), weights=self).close)
             for inner in module.modules():
                 own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
                 if own:
@@ -427,7 +448,7 @@ class WeightSwap:
                 self.optimizer_swap.detach()
                 self.optimizer_swap = None
             for item in [*self.weights.values(), *self._gradients.values()]:
-                if item.is_away:
+                if moves.is_free(item):
                     tensor, host = item.tensor, moves.hosts[item]
                     assert tensor is not None
                     with quiet():
@@ -490,7 +511,7 @@ class WeightSwap:
                 if NO_HOOKS not in str(error):
                     raise
                 raise ConfigError(
-                    f"{_CALL}: '{unit.name}' ({type(unit.module).__name__}) uses torch.func (grad, vjp, jacrev or "
+                    f"{_CALL}: '{unit.name}' ({unit.kind}) uses torch.func (grad, vjp, jacrev or "
                     "hessian), around which PyTorch allows no saved-tensor hooks, so its weights cannot come and go; "
                     "swap the optimizer's state alone (swap_optimizer)"
                 ) from error
@@ -499,7 +520,7 @@ class WeightSwap:
             if torch.is_grad_enabled():
                 self._wait_for_backward(unit, output)
                 output = output if cuts is None else cuts.leave(output)
-            elif unit.module is self.model:
+            elif not unit.name:
                 self.flush()
             return output
 
@@ -518,20 +539,10 @@ class WeightSwap:
         """Have the part's weights there when its backward begins."""
         if are_transforms_active():
             return
-        hook = OwnedHook(self, lambda swap, _: swap._backward(unit))
+        hook = OwnedHook(self._moves, lambda moves, _: unit.begin_backward(moves))
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(hook)
-
-    def _backward(self, unit: _Unit) -> None:
-        key = ("backward", unit.name)
-        if any(item.slot is None for item in unit.items):
-            return  # of a graph that is older than `remove()`
-        self._moves.arrive_at_the_end()
-        if self._moves.last != key:
-            away = [item for item in unit.gradients if item.is_away]
-            new = tuple(item for item in unit.gradients if item.tensor is None)
-            self._moves.use(key, [*unit.items, *away], new)
 
     # -- several micro-batches -----------------------------------------------------------------------------------------
 
@@ -613,15 +624,15 @@ class WeightSwap:
         themselves; a checkpoint region saves nothing."""
         if not torch.is_grad_enabled() or not are_saved_tensors_hooks_enabled() or are_transforms_active():
             return contextlib.nullcontext()
-        hooks = top_saved_tensors_hooks()
+        hooks, swap = top_saved_tensors_hooks(), weakref.proxy(self)  # a graph holds its hooks
         if hooks is None:
-            return saved_tensors_hooks(lambda tensor: self.hold(tensor) or Kept(tensor), open_handle)
+            return saved_tensors_hooks(lambda tensor: swap.hold(tensor) or Kept(tensor), open_handle)
         module = getattr(hooks[0], "__module__", "")
         if module.startswith("lowtide.") or module == "torch.utils.checkpoint":
             return contextlib.nullcontext()
         pack, unpack = hooks
         return saved_tensors_hooks(
-            lambda tensor: self.hold(tensor) or pack(tensor),
+            lambda tensor: swap.hold(tensor) or pack(tensor),
             lambda held: held.open() if isinstance(held, Shared) else unpack(held),
         )
 
@@ -634,7 +645,7 @@ class WeightSwap:
             return None
         unit = next((unit for unit in reversed(self._open) if item in unit.items), self._unit_of[item])
         with quiet():
-            return Shared(_Stay(self, item, unit), tensor)
+            return Shared(_Stay(self._moves, item, unit), tensor)
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether this is a weight that comes and goes."""
@@ -648,16 +659,6 @@ class WeightSwap:
     def bring(self, weight: torch.Tensor) -> None:
         """Have it on the device, out of turn."""
         self._moves.bring([self.weights[weight]])
-
-    def storage_of(self, item: Movable, unit: _Unit) -> torch.UntypedStorage:
-        """The weight's bytes on the device, for the backward of this part."""
-        with self._moves.lock:
-            if item.slot is None:  # the swap was removed before this graph's backward
-                return item.parameter.untyped_storage()
-            self._backward(unit)
-            if not item.is_here:
-                self._moves.bring([item])
-            return item.parameter.untyped_storage() if item.buffer is None else item.buffer
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
@@ -683,7 +684,7 @@ class WeightSwap:
             return
         self._has_warned = True
         warnings.warn(
-            f"lowtide: gradients of '{unit.name}' ({type(unit.module).__name__}) arrived, and its forward was never "
+            f"lowtide: gradients of '{unit.name}' ({unit.kind}) arrived, and its forward was never "
             "called: somebody reads its weights past it, and they are not brought to the device for that",
             RuntimeWarning,
             stacklevel=2,

@@ -308,8 +308,16 @@ class _KeepsOutput(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("memory", [{"keep": ["*"]}, {"swap": "all"}, "budget"], ids=["keep", "swap", "budget"])
-def test_a_model_that_keeps_its_last_output_dies_with_it(memory: dict | str) -> None:
+_MODULES = ["layers.*.linear", "layers.*.dropout"]
+
+
+@pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "in force"])
+@pytest.mark.parametrize(
+    "memory",
+    [{"keep": ["*"]}, {"swap": "all"}, {"recompute": "all"}, {"recompute": _MODULES}, "budget"],
+    ids=["keep", "swap", "recompute", "recomputed modules", "budget"],
+)
+def test_a_model_that_keeps_its_last_output_dies_with_it(memory: dict | str, is_removed: bool) -> None:
     model, engine = _KeepsOutput(), VirtualEngine(0)
     if isinstance(memory, str):
         handle = lowtide.optimize(model, budget="1MiB", engine=engine)
@@ -317,9 +325,41 @@ def test_a_model_that_keeps_its_last_output_dies_with_it(memory: dict | str) -> 
         handle = lowtide.apply(model, {**memory, "min_bytes": 0}, engine=engine)
     for _ in range(3):
         model(torch.randn(64, WIDTH))
-    handle.remove()
+    if is_removed:
+        handle.remove()
     weak = weakref.ref(model)
     del model, handle
     gc.collect()
     assert weak() is None
-    assert not engine.num_slots
+    assert not (is_removed and engine.num_slots)
+
+
+@pytest.mark.parametrize("memory", [{}, {"recompute": "all", "min_bytes": 0}], ids=["alone", "recompute"])
+def test_a_model_whose_weights_come_and_go_dies_with_its_last_output(memory: dict) -> None:
+    model = _KeepsOutput()
+    weights = lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=0)
+    plan = lowtide.apply(model, memory) if memory else None
+    model(torch.randn(64, WIDTH))
+    if plan is not None:
+        plan.remove()
+    weights.remove()
+    weak = weakref.ref(model)
+    del model, weights, plan
+    gc.collect()
+    assert weak() is None
+
+
+def test_a_recomputed_layer_runs_again_after_its_model_is_gone() -> None:
+    def grad_of(memory: dict) -> Tensor:
+        torch.manual_seed(0)
+        model, x = _KeepsOutput(), torch.ones(4, WIDTH, requires_grad=True)
+        if memory:
+            lowtide.apply(model, memory)
+        out, weak, model.last = model(x), weakref.ref(model), None
+        del model
+        gc.collect()
+        assert weak() is None
+        out.sum().backward()
+        return x.grad
+
+    assert zoo.same_bits(grad_of({"recompute": "all", "min_bytes": 0}), grad_of({}))

@@ -470,6 +470,18 @@ def test_the_order_of_attention_backends() -> None:
     assert private.get_attention_order() == before
 
 
+def test_whether_subclasses_have_their_functions_called() -> None:
+    before = private.get_function_state()
+    with torch._C.DisableTorchFunctionSubclass():
+        inside = private.get_function_state()
+        assert inside != before
+        private.set_function_state(before)
+        assert type(torch.ones(2).as_subclass(nn.Buffer) + 1) is not nn.Buffer
+        assert private.get_function_state() == before
+        private.set_function_state(inside)
+    assert private.get_function_state() == before
+
+
 def test_precisions_are_those_that_are_public() -> None:
     libraries = {"cuda": (torch.backends.cudnn, torch.backends.cuda.matmul), "mkldnn": (torch.backends.mkldnn,) * 2}
     for name, (library, owner) in libraries.items():

@@ -296,6 +296,34 @@ def test_a_weight_that_somebody_keeps_stays_and_leaves_when_he_lets_go() -> None
     handle.remove()
 
 
+@pytest.mark.filterwarnings("ignore:lowtide. .* stays on the .* somebody has kept:RuntimeWarning")
+@pytest.mark.parametrize("update", ["step", "in_backward"])
+@pytest.mark.parametrize("when", ["after the forward", "after the backward", "after remove"])
+@pytest.mark.parametrize(
+    "take", [lambda p: p.data, lambda p: p.detach()[:2], lambda p: torch.from_numpy(p.data.numpy())]
+)
+def test_a_write_through_what_was_kept_of_a_weight_that_was_away(take: Callable, when: str, update: str) -> None:
+    model, optimizer, plain, plain_optimizer = two()
+    handle = lowtide.swap_weights(model, optimizer, min_bytes=1, update=update)
+    kept = [take(each.layers[1].up.weight) for each in (model, plain)]
+    for each, its_own, its_kept in ((model, optimizer, kept[0]), (plain, plain_optimizer, kept[1])):
+        loss = each(TOKENS)
+        if when == "after the forward":
+            its_kept.data.mul_(0.5)
+        loss.backward()
+        if when == "after the backward":
+            its_kept.mul_(0.5)
+        its_own.step()
+    if when == "after remove":
+        handle.remove()
+        for each in kept:
+            each.mul_(0.5)
+    assert torch.equal(kept[0], kept[1])
+    assert_alike(model, plain)
+    handle.remove()
+    assert_alike(model, plain)
+
+
 class Clamped(nn.Linear):
     """Writes to its own weight through `.data`, from some forward on."""
 

@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +240,7 @@ class Autopilot:
         if self._foreign_bytes is None:
             of = (self._tides.model, self._tides.placed.optimizer, (args, kwargs), device_of(self._tides.model))
             self._foreign_bytes = other_bytes(*of, self._tides.engine.device_bytes)
+            self._warn_of_other_models()
         buckets = [key]
 
         foreign_bytes = self._foreign_bytes
@@ -523,6 +526,28 @@ class Autopilot:
         except BudgetError:
             return tide._tighten(error, num_tried)
         return f"the plan is made for {format_bytes(self._tides.events[-1].budget_bytes or 0)} now"
+
+    def _other_models(self) -> list[str]:
+        """Other models of this process that are under a budget now, in words."""
+        others = [each for each in gc.get_objects() if type(each) is Tides and each is not self._tides]
+        budgets = [
+            (type(each.model).__name__, each.source.budget_bytes) for each in others if each.tide and not each._is_over
+        ]
+        return [f"{name} ({format_bytes(budget)})" for name, budget in budgets if budget]
+
+    def _warn_of_other_models(self) -> None:
+        """Where no allocator counts, what those hold between their steps is in no plan of this one."""
+        if self._tides.engine.device_bytes() is not None or not self._other_models():
+            return
+        gc.collect()
+        for other in self._other_models():
+            warnings.warn(
+                f"lowtide.optimize: {type(self._tides.model).__name__} ({format_bytes(self.budget_bytes or 0)}) and "
+                f"{other} are under budgets in one process, and each is planned for alone: the weights, gradients and "
+                "optimizer state of the other must fit beside its budget; give each its share, or call remove() on the "
+                "one that is over",
+                stacklevel=2,
+            )
 
     def _stop_looking(self) -> None:
         """For optimizers. Idempotent."""

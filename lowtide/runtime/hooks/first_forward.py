@@ -259,6 +259,22 @@ def _some(names: list[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
+def warn_about_idle_regions(context: PlanContext) -> None:
+    """Warn after the first forward about each recompute rule all of whose modules run again and free nothing."""
+    names = {module: name for name, module in context.model.named_modules()}
+    frees: dict[Rule | None, bool] = {}
+    for module, watch in context.watches.items():
+        rule = context.rules.decide(names.get(module, ""), is_site=False).rule
+        frees[rule] = frees.get(rule, False) or watch.frees or bool(watch.refusal)
+    for rule in [rule for rule, is_used in frees.items() if rule is not None and not is_used]:
+        where = f" ({rule.where})" if rule.where else ""
+        warnings.warn(
+            f"lowtide: {rule}{where} frees nothing: what it names saves no more than its inputs, which stay, and runs "
+            "again all the same; take it out of the rule",
+            stacklevel=4,
+        )
+
+
 def warn_about_small_sites(context: PlanContext) -> None:
     """Warn after the first forward under rules about each swap rule that moves nothing, for all that it names is
     smaller than `min_bytes`."""

@@ -62,6 +62,7 @@ class Rerun:
     def add_reader(self) -> None:
         """One more saved tensor views this output."""
         if self.num_readers == 0:
+            self.region.watch.frees = True
             self.region.claim_inputs()
         self.num_readers += 1
 

@@ -69,6 +69,7 @@ from lowtide.tensors.private import (
     version_of,
 )
 from lowtide.tensors.view import without_bytes
+from lowtide.tensors.wrappers import guise_of, in_guise
 
 _WAY_OUT = (
     "It depends on something that lowtide cannot put back: state outside of the model's objects, a nested function's "
@@ -108,6 +109,7 @@ class RegionRun:
         self.dropped = dropped
         self.watch = watch
         self.inputs: list[Any] = []
+        self._guises: list[Any] = []
         self.has_changed_inputs = False
         self.fingerprints = fingerprints
         self.state = Before(watch, call, is_first=is_first)
@@ -139,6 +141,7 @@ class RegionRun:
         if may_change_inputs:
             with disable_current_modes():
                 copies = [tensor.detach().clone() for tensor in tensors]
+        self._guises = [*map(guise_of, tensors)]
         # From these `checkpoint` learns of which devices to save the random state; it always does of the host.
         devices = {tensor.device: None for tensor in tensors if tensor.device.type != "cpu"}
         markers = [without_bytes(torch.float32, device) for device in devices]
@@ -184,7 +187,7 @@ class RegionRun:
         stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
         run_again = functools.partial(hooks[1], hooks[0](marker))
         unpack = self._unpack(run_again)
-        lets_go = self.watch.weights is not None
+        lets_go = self.watch.weights() is not None
         saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, lets_weights_go=lets_go)
         start = next_sequence_number()
         with saves.hooked(unpack), self.once.running(is_again=False), state.flow or contextlib.nullcontext():
@@ -196,6 +199,7 @@ class RegionRun:
             with disable_current_modes():
                 self._look_at_functions(tensors_in(output), start, run_again)
         self.dropped.forward_done()
+        self.watch.frees |= self.dropped.nbytes > 0
         if state.has_compiled:
             self._graphs = [*map(type, graphs_between(tensors_in(output), stops))]
         return output
@@ -393,7 +397,8 @@ class RegionRun:
         """The inputs as they were, with the same need for gradients (else other tensors would be saved)."""
         tensors = [self._open_input(i).detach().requires_grad_(flag) for i, flag in enumerate(self.call.flags)]
         # A copy: the second run writes into them too, and there may be a third.
-        return [tensor.clone() for tensor in tensors] if self.has_changed_inputs else tensors
+        tensors = [tensor.clone() for tensor in tensors] if self.has_changed_inputs else tensors
+        return [*map(in_guise, tensors, self._guises)]
 
     def _open_input(self, index: int) -> torch.Tensor:
         try:

@@ -84,14 +84,17 @@ class Watch:
         """Why it could not be run again in some step, in words."""
         self.differs = False
         """A second run gave something else than the first: it is not run again."""
+        self.frees = False
+        """Some run of it has let bytes go."""
         self.writes_inputs = False
         """It was seen to write into its inputs."""
         self.module = module
-        self.model = model
+        self._model = ref(model)  # a graph that the model keeps would keep the model
         self.has_drawn = has_drawn
         self.has_shards = bool(fsdp_modules(model))
-        self.weights = swapped_weights_of(model)
-        """Knows the weights that come and go; None where all stay."""
+        weights = swapped_weights_of(model)
+        self.weights: Callable[[], Any] = (lambda: None) if weights is None else ref(weights)
+        """Gives what knows the weights that come and go; None where all stay."""
         self.num_runs = 0
         self.marks: dict[int, tuple[int, int]] = {}
         """Of tensors that are no parameters, by identity, at the end of the last run."""
@@ -112,7 +115,8 @@ class Watch:
     def addressed_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those that have an address, and keep it while nobody exchanges their data."""
         found = [tensor for tensor in tensors if is_plain(tensor)]
-        return found if self.weights is None else [each for each in found if not self.weights.moves(each)]
+        weights = self.weights()
+        return found if weights is None else [each for each in found if not weights.moves(each)]
 
     def refusal_of(self, message: str) -> RecomputeRefusedError:
         """The error that says why the module cannot be run again; noted for whoever plans."""
@@ -125,7 +129,9 @@ class Watch:
         return f"'{path}' ({type(self.module).__name__})" if path else type(self.module).__name__
 
     def path(self) -> str:
-        return next((name for name, module in self.model.named_modules() if module is self.module), "")
+        model = self._model()
+        names = () if model is None else model.named_modules()
+        return next((name for name, module in names if module is self.module), "")
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Where a tensor is, from the module on."""

@@ -47,7 +47,7 @@ class ForwardPatch:
         is_below: bool = False,
     ) -> None:
         self.module = module
-        self.around = around
+        self.around: Any = around
         self.weights = weights
         """The handle of weights that this patch has come and go; None for a plan's patch."""
         self.is_below = is_below or weights is not None
@@ -79,6 +79,11 @@ class ForwardPatch:
             del self.module.__dict__[self.slot]
         else:
             self.module.__dict__[self.slot] = self._own_before
+
+    def close(self) -> None:
+        """`undo`, for good: a graph that holds the module must not lead to the owner of this patch."""
+        self.undo()
+        self.around = self.weights = None
 
     def again(self) -> ForwardPatch:
         """On top once more, after `undo`: the same object where it came off, since a call of the module that is under

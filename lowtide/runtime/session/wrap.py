@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
 from lowtide.profiling.observe_call import is_training
 from lowtide.runtime.hooks.context import LayerTable, PlanContext
-from lowtide.runtime.hooks.first_forward import warn_about_other_sites, warn_about_small_sites
+from lowtide.runtime.hooks.first_forward import warn_about_idle_regions, warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.forward_pass import ForwardPass
 from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
@@ -76,7 +77,6 @@ class PlannedForwards:
         self._engine = engine
         self._unobserved = unobserved
         """Is told of each forward pass."""
-        self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         self._local = threading.local()
         """Of each thread: the forward pass of the forward pass that it is in."""
         self._writing = threading.RLock()
@@ -107,85 +107,47 @@ class PlannedForwards:
         patches = []
         # Innermost of all: around the compiled code alone.
         for name, module in self._compiled.items():
-            patches.append(ForwardPatch(module, self._around_compiled(name)))
+            patches.append(ForwardPatch(module, self._around(ForwardPass.run_compiled, name)))
         # Innermost: a retained input of a layer, or of the model, is caught inside its region.
         for name, points in _retained_input_points((self._context.nodes or {}).values(), modules).items():
-            patches.append(ForwardPatch(modules[name], self._around_retained_inputs(name, points)))
+            patches.append(ForwardPatch(modules[name], self._around(_catching, (name, points))))
         for name in recomputed_modules(modules, self._plan):
-            patches.append(ForwardPatch(modules[name], self._around_module(modules[name])))
+            module = modules[name]
+            # Of a compiled module the output stays: it comes from another graph where nothing is saved.
+            is_leaf = next(module.children(), None) is None and how_compiled(module) is None
+            patches.append(ForwardPatch(module, self._around(_run_again, (module, is_leaf))))
         for name in layers:
             handle = self._handle if name == "" else None
-            patches.append(ForwardPatch(modules[name], self._around_region(self._region(name, modules[name])), handle))
+            patches.append(ForwardPatch(modules[name], self._around_region(name, modules[name]), handle))
         if "" not in layers:
-            region = self._region("", self._model)
-            patches.append(ForwardPatch(self._model, self._around_region(region), self._handle))
+            patches.append(ForwardPatch(self._model, self._around_region("", self._model), self._handle))
         return patches
 
-    def _open(self) -> ForwardPass | None:
-        return getattr(self._local, "forward_pass", None)
+    def _around(self, call: Callable[..., Any], given: Any) -> Around:
+        """Inside a forward pass, `call` on it, what is `given`, the forward and its arguments; outside of one, a layer
+        begins it. Graphs hold a recomputed layer, and its patch with it: if that led to the model, one that keeps its
+        last output would never die. The patch of the model itself holds this object, through its handle."""
+        weak = weakref.ref(self)
 
-    def _region(self, name: str, module: nn.Module) -> LayerTable:
+        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            planned = weak()
+            forward_pass = None if planned is None else planned._open()
+            if forward_pass is not None:
+                return call(forward_pass, given, forward, args, kwargs)
+            if planned is None or not isinstance(given, LayerTable):
+                return forward(*args, **kwargs)
+            return planned._enter(given, forward, args, kwargs)
+
+        return around
+
+    def _around_region(self, name: str, module: nn.Module) -> Around:
         rules = self._plan.rules
         is_recomputed = name in self._plan.layers and rules.decide(name, is_site=False).fate is Fate.RECOMPUTE
         fallback = self._context.stay_rules.decide(name, is_site=False)
-        return LayerTable(name, module, is_recomputed, fallback)
+        return self._around(_run_layer, LayerTable(name, module, is_recomputed, fallback))
 
-    def _around_region(self, layer: LayerTable) -> Around:
-        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
-            forward_pass = self._open()
-            if forward_pass is None:
-                return self._enter(layer, forward, args, kwargs)
-            if layer.name == "" or not forward_pass.is_innermost() or are_transforms_active():
-                return forward(*args, **kwargs)
-            with forward_pass.inside(layer):
-                output = _run(forward_pass, layer, forward, args, kwargs)
-            if self._context.guard is not None:
-                self._context.guard.check(self._device)
-            return output
-
-        return around
-
-    def _around_compiled(self, name: str) -> Around:
-        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
-            forward_pass = self._open()
-            if forward_pass is None:
-                return forward(*args, **kwargs)
-            return forward_pass.run_compiled(name, forward, args, kwargs)
-
-        return around
-
-    def _around_retained_inputs(self, name: str, points: Points) -> Around:
-        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
-            forward_pass = self._open()
-            if forward_pass is None:
-                return forward(*args, **kwargs)
-            call = forward_pass.next_call("retained input", name)
-            # Also without gradients, and inside someone else's checkpoint region: recipes need only the bytes.
-            forward_pass.catch(points.get(("input", call), ()), (args, kwargs))
-            output = forward(*args, **kwargs)
-            forward_pass.catch(points.get(("output", call), ()), output)
-            return output
-
-        return around
-
-    def _around_module(self, module: nn.Module) -> Around:
-        # Of a compiled module the output stays: it comes from another graph where nothing is saved.
-        is_leaf = next(module.children(), None) is None and how_compiled(module) is None
-
-        def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
-            forward_pass = self._open()
-            if (
-                forward_pass is None
-                or not torch.is_grad_enabled()
-                or not forward_pass.is_innermost()
-                or are_transforms_active()
-            ):
-                return forward(*args, **kwargs)
-            if is_leaf:
-                return forward_pass.regions.discarded(forward_pass, module, forward, args, kwargs)
-            return forward_pass.regions.checkpointed(forward_pass, module, forward, args, kwargs)
-
-        return around
+    def _open(self) -> ForwardPass | None:
+        return getattr(self._local, "forward_pass", None)
 
     def _enter(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """A forward pass, from its beginning to its end; `forward` alone where lowtide steps aside."""
@@ -234,6 +196,7 @@ class PlannedForwards:
         if self._warn is not None and layer.name == "" and layer.tables:
             warn, self._warn = self._warn, None
             warn(context)
+            warn_about_idle_regions(context)
         return output
 
     def _check_ops(self, is_whole: bool) -> None:
@@ -244,6 +207,34 @@ class PlannedForwards:
             return
         rule, self._unchecked = self._unchecked[0], []
         raise unmatched_error(rule, sorted(names))
+
+
+def _run_layer(now: ForwardPass, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    if layer.name == "" or not now.is_innermost() or are_transforms_active():
+        return forward(*args, **kwargs)
+    with now.inside(layer):
+        output = _run(now, layer, forward, args, kwargs)
+    if now.context.guard is not None:
+        now.context.guard.check(now.context.scheduler.engine.device)
+    return output
+
+
+def _catching(now: ForwardPass, given: tuple[str, Points], forward: Callable, args: tuple, kwargs: dict) -> Any:
+    name, points = given
+    call = now.next_call("retained input", name)
+    # Also without gradients, and inside someone else's checkpoint region: recipes need only the bytes.
+    now.catch(points.get(("input", call), ()), (args, kwargs))
+    output = forward(*args, **kwargs)
+    now.catch(points.get(("output", call), ()), output)
+    return output
+
+
+def _run_again(now: ForwardPass, given: tuple[nn.Module, bool], forward: Callable, args: tuple, kwargs: dict) -> Any:
+    if not torch.is_grad_enabled() or not now.is_innermost() or are_transforms_active():
+        return forward(*args, **kwargs)
+    module, is_leaf = given
+    run = now.regions.discarded if is_leaf else now.regions.checkpointed
+    return run(now, module, forward, args, kwargs)
 
 
 def _run(forward_pass: ForwardPass, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:

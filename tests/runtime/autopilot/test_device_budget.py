@@ -94,6 +94,30 @@ def test_min_bytes_fits_a_small_model() -> None:
         assert tide.plan is not None and not tide.plan.does_nothing and tide.plan.min_bytes <= 64 * 64 * 4
 
 
+class Linears(nn.Module):
+    """Layers that save nothing but their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.act = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return x.sum()
+
+
+def test_a_recompute_rule_that_frees_nothing_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    model = Linears()
+    with lowtide.apply(model, {"recompute": ["layers.0-1", "act"], "min_bytes": 0}, engine=VirtualEngine(0)):
+        model(torch.randn(4, 8)).backward()
+        model(torch.randn(4, 8)).backward()
+    assert [str(each.message) for each in recwarn if "lowtide" in str(each.message)] == [
+        "lowtide: recompute 'layers.0-1' (memory.recompute[0]) frees nothing: what it names saves no more than its "
+        "inputs, which stay, and runs again all the same; take it out of the rule"
+    ]
+
+
 def test_a_rule_that_moves_nothing_is_named() -> None:
     model = Net()
     with lowtide.apply(model, {"swap": ["layers.0-1"]}, engine=VirtualEngine(0)):

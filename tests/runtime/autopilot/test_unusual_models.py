@@ -175,6 +175,22 @@ def test_a_module_that_came_under_another_plan_since_is_named() -> None:
         assert second.stats.num_forwards == 1
 
 
+def test_two_models_under_budgets_of_their_own_are_named_once(recwarn: pytest.WarningsRecorder) -> None:
+    models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    handles = [lowtide.optimize(model, budget="1MiB") for model in models]
+    for _ in range(2):
+        for model, handle in zip(models, handles, strict=True):
+            model(torch.randn(4, 8)).sum().backward()
+            if handle is handles[0]:
+                handle.remove()
+    said = [str(each.message) for each in recwarn if "in one process" in str(each.message)]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "lowtide.optimize: Sequential (1.0 MiB) and Sequential (1.0 MiB) are under budgets in one process, and each is "
+        "planned for alone"
+    )
+
+
 def test_a_backward_pass_that_fails_does_so_where_it_does_without_lowtide() -> None:
     """At the first shape and at a new one: the loop hears of it from `backward()`, and its random state is that of a
     forward pass that was over."""

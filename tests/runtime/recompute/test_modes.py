@@ -412,3 +412,44 @@ def test_attributes_of_a_saved_parameter_are_lost_by_any_hook() -> None:
         y = Reads.apply(x, weight)
     y.sum().backward()
     assert seen == [True, True, False, True]
+
+
+class Tagged(Tensor):
+    """A tensor with attributes."""
+
+
+def tagged(tensor: Tensor, tag: int, *, is_plain: bool) -> Any:
+    made: Any = tensor if is_plain else tensor.as_subclass(Tagged)
+    made.tag = tag
+    return made
+
+
+class ReadsTag(nn.Module):
+    """Goes by an attribute of its input, and sets one of its output."""
+
+    def __init__(self, *, is_plain: bool) -> None:
+        super().__init__()
+        self.linear, self.is_plain = nn.Linear(WIDTH, WIDTH), is_plain
+
+    def forward(self, x: Any) -> Tensor:
+        tag = getattr(x, "tag", 0) + 5 * isinstance(x, Tagged)
+        return tagged(torch.tanh(self.linear(x) * tag) * tag, tag + 1, is_plain=self.is_plain)
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["tensor", "subclass"])
+@pytest.mark.parametrize("plan", ["layer", "layer_swapped", "leaf", "leaf_swapped"])
+def test_attributes_and_class_of_an_input_are_there_in_a_second_run(plan: str, is_plain: bool) -> None:
+    def run(memory: dict | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = zoo.Stack(ReadsTag(is_plain=is_plain), ReadsTag(is_plain=is_plain))
+        if memory is not None:
+            lowtide.apply(model, memory, engine=virtual(1))
+        found = []
+        for _ in range(3):
+            loss = model(tagged(torch.ones(4, WIDTH), 3, is_plain=is_plain)).square().sum()
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        return found
+
+    memory = PLANS[plan] | ({"recompute": ["layers.*.linear"]} if "leaf" in plan else {})
+    assert all(zoo.same_bits(*pair) for pair in zip(run(memory), run(None), strict=True))
