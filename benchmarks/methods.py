@@ -288,7 +288,7 @@ def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None, 
         return {
             "budget_bytes": budget_bytes,
             "predicted_peak_bytes": predicted.peak_bytes,
-            "predicted_ratio": predicted.step_seconds / predicted.plain_seconds,
+            "predicted_ratio": (predicted.step_seconds + predicted.check_seconds) / predicted.plain_seconds,
             "gap": predicted.gap,
             "planning_seconds": sum(event.seconds for event in tide.events),
             "num_plans": len(tide.events),

@@ -5,8 +5,8 @@ running again, in which each storage may have the fates that its rule leaves it,
 Cost: that of `make_problem`, linear in operators and nodes. Not covered: choosing (space.py).
 
 `HostCosts` says what lowtide's own Python costs in a step, beside the operators that a plan asks for; `HOST_COSTS` has
-the three prices of a server's cores. `charged` puts that of a recipe into a profile, so that solver, timeline and
-prediction all see it.
+the prices of a server's cores. `charged` puts those of recipes and codecs into a profile, so that solver, timeline and
+prediction all see them.
 
 Why a number of its own: the price of a recipe is the time of its operators, 0.14 ms for a norm's product of 2 MiB.
 What stands around it (finding its inputs, the graph's hook, comparing fingerprints) takes as long again or longer: a
@@ -120,6 +120,8 @@ class HostCosts:
     """For each recipe that runs."""
     layer_seconds: float = 0.0
     """For each layer that runs again as a whole."""
+    codec_seconds: float = 0.0
+    """For each storage that is stored smaller, and comes back."""
 
     def on(self, device: str) -> HostCosts:
         """Those that show in a step on this device."""
@@ -127,17 +129,19 @@ class HostCosts:
 
 
 NO_COSTS = HostCosts()
-HOST_COSTS = HostCosts(op_seconds=25e-6, recipe_seconds=0.5e-3, layer_seconds=2.5e-3)
+HOST_COSTS = HostCosts(op_seconds=25e-6, recipe_seconds=0.5e-3, layer_seconds=2.5e-3, codec_seconds=0.25e-3)
 
 
 def charged(profile: Profile, costs: HostCosts) -> Profile:
-    """The profile of the same step, whose recipes take so much longer."""
-    if not costs.recipe_seconds:
+    """The profile of the same step, whose recipes and codecs take so much longer."""
+    if not (costs.recipe_seconds or costs.codec_seconds):
         return profile
     nodes = []
     for node in profile.nodes:
-        recipe = node.recipe
+        recipe, codec = node.recipe, node.codec
         if recipe is not None:
             recipe = dataclasses.replace(recipe, seconds=recipe.seconds + costs.recipe_seconds)
-        nodes.append(dataclasses.replace(node, recipe=recipe))
+        if codec is not None:
+            codec = dataclasses.replace(codec, seconds=codec.seconds + costs.codec_seconds)
+        nodes.append(dataclasses.replace(node, recipe=recipe, codec=codec))
     return dataclasses.replace(profile, nodes=tuple(nodes))

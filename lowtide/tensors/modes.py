@@ -125,8 +125,10 @@ class Modes:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all is as it was when this was made; afterwards it is as it was before."""
+        now = Modes()
         with contextlib.ExitStack() as stack:
-            self.put_back(stack, Modes())
+            if not self.is_still(now):
+                self.put_back(stack, now)
             yield
 
     def set_if_moved(self) -> None:

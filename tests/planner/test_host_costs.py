@@ -1,4 +1,4 @@
-"""What the runtime's own Python costs: in recipes, and in layers that run again; none of it on an accelerator."""
+"""What the runtime's own Python costs: in recipes, codecs, and layers that run again; none of it on an accelerator."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from lowtide.config.memory import load_memory
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
+from lowtide.core.recipe import Codec
 from lowtide.planner.by_rules import HOST_COSTS, NO_COSTS, HostCosts, charged
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.rerun_layers import run_again
@@ -17,7 +18,8 @@ from lowtide.timeline.step import Link
 from tests.support import zoo
 
 LINK = Link(out_bytes_per_second=1e9, in_bytes_per_second=1e9)
-COSTS = HostCosts(recipe_seconds=0.25, layer_seconds=2.0)
+COSTS = HostCosts(recipe_seconds=0.25, layer_seconds=2.0, codec_seconds=0.5)
+CODEC = Codec(kind="bits", nbytes=1, work_bytes=0, seconds=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +29,19 @@ def profile() -> Profile:
     return observe(model, lambda: case.loss(model, batch))
 
 
-def test_each_recipe_takes_as_much_longer_and_nothing_else_changes(profile: Profile) -> None:
+def test_each_recipe_and_codec_takes_as_much_longer_and_nothing_else_changes(profile: Profile) -> None:
+    first, *rest = profile.nodes
+    profile = dataclasses.replace(profile, nodes=(dataclasses.replace(first, codec=CODEC), *rest))
     dear = charged(profile, COSTS)
+    assert dear.nodes[0].codec == dataclasses.replace(CODEC, seconds=1.5)
     pairs = [(old.recipe, new.recipe) for old, new in zip(profile.nodes, dear.nodes, strict=True)]
     assert any(old is not None for old, _ in pairs)
     for old, new in pairs:
         assert (old is None) == (new is None)
         if old is not None and new is not None:
             assert new == dataclasses.replace(old, seconds=old.seconds + 0.25)
-    assert [dataclasses.replace(node, recipe=None) for node in dear.nodes] == [
-        dataclasses.replace(node, recipe=None) for node in profile.nodes
+    assert [dataclasses.replace(node, recipe=None, codec=None) for node in dear.nodes] == [
+        dataclasses.replace(node, recipe=None, codec=None) for node in profile.nodes
     ]
     assert charged(profile, NO_COSTS) is profile
 

@@ -345,7 +345,7 @@ class ForwardPass:
         assert self.recipe_graph is not None
         # Operators that encode are neither to be named nor to be logged as the model's.
         is_watched = self.first.is_on or self.log is not None
-        with disable_current_modes() if is_watched else contextlib.nullcontext():
+        with DisableTorchDispatch() if is_watched else contextlib.nullcontext():
             self.recipe_graph.encode_now(node, source, functools.partial(self._hold_form, node))
 
     def _hold_form(self, node: Node, form: torch.Tensor) -> HeldSource:
