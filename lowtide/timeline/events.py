@@ -213,9 +213,10 @@ class _Clock:
                 self.note("compute", f"forward {tick}", self.now, self.now + durations[tick])
             self.now += durations[tick]
             while next_out < len(saved) and saved[next_out] == tick:
-                start = max(lane_free, self.now)
+                start = lane_free if lane_free > self.now else self.now
                 lane_free = landed[next_out] = start + copy_seconds[next_out]
-                self.note("out", self.items[next_out], start, lane_free)
+                if self.with_events:
+                    self.note("out", self.items[next_out], start, lane_free)
                 next_out += 1
         if landed:
             self.wait_for(lane_free, self.items[-1])
@@ -238,9 +239,9 @@ class _Clock:
             if visits[position]:
                 chosen[position] = max(tick, free[position])
                 continue
-            earliest = max(earliest, tick)
+            earliest = tick if tick > earliest else earliest
             # What somebody else still holds takes no room of its own.
-            start = max(earliest, dies[position])
+            start = dies[position] if dies[position] > earliest else earliest
             if budget_bytes is not None and start < need:
                 (too_full,) = (curve[start:need] > budget_bytes - size).nonzero()
                 if len(too_full):
@@ -292,18 +293,21 @@ class _Clock:
             need = needs[position]
             while next_in < len(lane) and issues[lane[next_in]] <= need:
                 issued = lane[next_in]
-                start = max(lane_free, shift + starts[issues[issued] - num_forward])
+                start = shift + starts[issues[issued] - num_forward]
+                start = lane_free if lane_free > start else start
                 lane_free = arrived[issued] = start + copy_seconds[issued]
-                self.note("in", self.items[issued], start, lane_free)
+                if self.with_events:
+                    self.note("in", self.items[issued], start, lane_free)
                 next_in += 1
             planned = starts[need - num_forward]
             self.now = shift + planned
             if arrived[position] > self.now:
                 self.wait_for(arrived[position], self.items[position])
             if after_seconds[position]:
-                start = max(out_free, self.now)
+                start = out_free if out_free > self.now else self.now
                 out_free = start + after_seconds[position]
-                self.note("out", self.items[position], start, out_free)
+                if self.with_events:
+                    self.note("out", self.items[position], start, out_free)
             shift = self.now - planned
             shifts.append((need, shift))
         durations = (arrays.seconds + self.contention + self.made_seconds)[num_forward:]
@@ -319,15 +323,15 @@ class _Clock:
         """Compute waits for a copy of this item."""
         if until <= self.now:
             return
-        self.note("stall", item, self.now, until)
+        if self.with_events:
+            self.note("stall", item, self.now, until)
         self.stall_seconds += until - self.now
         self.now = until
 
     def note(self, lane: str, what: str | int, start: float, end: float) -> None:
-        """`what`: the name, or the item of which it is."""
-        if self.with_events:
-            name = what if isinstance(what, str) else self.arrays.step.items[what].name
-            self.events.append(Event(lane=lane, name=name, start=start, end=end))
+        """`what`: the name, or the item of which it is. Called some thousand times a step, so not without events."""
+        name = what if isinstance(what, str) else self.arrays.step.items[what].name
+        self.events.append(Event(lane=lane, name=name, start=start, end=end))
 
     def _note_backward(self, starts: list[float], shifts: list[tuple[int, float]]) -> None:
         """Compute events of backward, once all delays are known. What is recomputed comes before its tick."""
@@ -380,7 +384,8 @@ class _Visitors:
         for index in self._fetches.get(tick, ()):
             start = max(self._lane_free, clock.now)
             self._lane_free = self._arrived[index] = start + self._seconds(index)
-            clock.note("in", index, start, self._lane_free)
+            if clock.with_events:
+                clock.note("in", index, start, self._lane_free)
         for index in self._needs.get(tick, ()):
             clock.wait_for(self._arrived[index], index)
 
