@@ -133,8 +133,8 @@ class AskedStep:
     hardware: Hardware
     budget_bytes: int
     say: Callable[[str], None]
-    known_flops: float | None = None
-    """Of the products of forward and backward, where they need not be counted."""
+    known: tuple[str, float] | None = None
+    """The model's class, and floating point operations of its products, where no trace is needed for these."""
 
     @functools.cached_property
     def plain(self) -> Profile:
@@ -144,9 +144,19 @@ class AskedStep:
     @functools.cached_property
     def flops(self) -> float:
         """Of the products of forward and backward."""
-        if self.known_flops is not None:
-            return self.known_flops
-        return sum(self._traced(counting(self.hardware)).op_seconds)
+        return sum(self.counted.op_seconds) if self.known is None else self.known[1]
+
+    @functools.cached_property
+    def counted(self) -> Profile:
+        """As `plain`, on a device where each of these operations takes a second."""
+        return self._traced(counting(self.hardware))
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the model, and of its batch."""
+        shape = [self.run.train.batch_size, self.run.data.sequence_length]
+        batch = f"input_ids=int64{shape}, labels=int64{shape}"
+        return (self.plain.model if self.known is None else self.known[0]), batch
 
     def _traced(self, hardware: Hardware) -> Profile:
         from lowtide.cli.run_step import trace_run
@@ -236,18 +246,18 @@ def largest(
         return AskedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
 
     @functools.cache
-    def a_token() -> tuple[float, float]:
+    def a_token() -> tuple[str, float, float]:
         small = _UNIT[grown]
-        first, second = (asked(each).flops / each for each in (small, 2 * small))
-        growth = (second - first) / small
-        return first - growth * small, growth
+        one, two = asked(small), asked(2 * small)
+        growth = (two.flops / 2 - one.flops) / small**2
+        return one.counted.model, one.flops / small - growth * small, growth
 
     def step_of(size: int) -> AskedStep:
         """Products grow with the size, and those of attention with its square: two sizes tell all others."""
         if size not in steps:
             say(f"trying a {grown} of {size:,}")
-            flops, growth = a_token()
-            steps[size] = dataclasses.replace(asked(size), known_flops=(flops + growth * size) * size)
+            model, flops, growth = a_token()
+            steps[size] = dataclasses.replace(asked(size), known=(model, (flops + growth * size) * size))
         return steps[size]
 
     def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
@@ -308,11 +318,11 @@ def _search(
     peak: Callable[[int], int], budget_bytes: int, unit: int, most: int, first_units: int = _FIRST_UNITS
 ) -> int:
     """The largest size whose peak is within the budget; 0 where not even the smallest is. Sizes grow fourfold until one
-    does not fit. Peaks grow nearly in proportion, so that a straight line between the largest that fits and the
-    smallest that does not is a good guess; where a guess has not halved what is left, the middle is tried next."""
+    does not fit. Peaks grow nearly in proportion, so a straight line through the largest that fits and what was tried
+    next to it is a good guess; where two such guesses have not halved what is left, the middle is tried."""
     known = {0: 0}
     low, high = 0, max(most // unit, 1) + 1
-    guess = min(first_units, high - 1)
+    guess, num_misses = min(first_units, high - 1), 0
     while high - low > 1:
         left = high - low
         known[guess] = peak(min(guess * unit, most))
@@ -320,15 +330,21 @@ def _search(
             low = guess
         else:
             high = guess
+        num_misses = num_misses + 1 if num_misses < 2 and 2 * (high - low) > left else 0
         if high not in known:
-            guess = 4 * low
-        elif 2 * (high - low) > left:
-            guess = (low + high) // 2
+            guess, num_misses = 4 * low, 0
         else:
-            share = (budget_bytes - known[low]) / (known[high] - known[low])
-            guess = low + int(share * (high - low))
+            line = _by_line(known, low, budget_bytes) if num_misses < 2 else None
+            guess = (low + high) // 2 if line is None else line
         guess = min(max(guess, low + 1), high - 1)
     return min(low * unit, most)
+
+
+def _by_line(known: Mapping[int, int], low: int, budget_bytes: int) -> int | None:
+    """Where the line through `low` and the size next to it reaches the budget; None where it does not rise."""
+    nearest = min((size for size in known if size and size != low), key=lambda size: abs(size - low))
+    growth = (known[nearest] - known[low]) / (nearest - low)
+    return low + int((budget_bytes - known[low]) / growth) if growth > 0 else None
 
 
 # -- what is printed -----------------------------------------------------------------------------------------------
@@ -415,7 +431,7 @@ def _question(step: AskedStep, weights: Mapping[str, torch.nn.Parameter], grown:
         sizes[grown] = "?"
     which = f", {_millions(trained)} of them trained" if trained < count else ""
     return (
-        f"{step.plain.model} of {_millions(count)} parameters{which}; {sizes['batch']} x {sizes['sequence']} tokens, "
+        f"{step.names[0]} of {_millions(count)} parameters{which}; {sizes['batch']} x {sizes['sequence']} tokens, "
         f"{run.train.precision}, {run.train.optimizer}"
     )
 
@@ -429,8 +445,8 @@ def document(
 ) -> dict[str, object]:
     """The same as plain data."""
     return {
-        "model": step.plain.model,
-        "batch": step.plain.batch,
+        "model": step.names[0],
+        "batch": step.names[1],
         "device": step.hardware.name,
         "budget_bytes": step.budget_bytes,
         "flops": step.flops,

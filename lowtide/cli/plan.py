@@ -218,7 +218,8 @@ class _PlanMaker:
 
         size = (run.train.batch_size, run.data.sequence_length)
         if size not in self.traced:
-            self.traced[size] = trace_run(run, self._hardware, say=self._waiting.say)
+            like = next(iter(self.traced.values()), None)
+            self.traced[size] = trace_run(run, self._hardware, say=self._waiting.say, like=like)
         return self.traced[size]
 
     def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:

@@ -111,8 +111,9 @@ def observe_run(run: RunConfig, *, say: Say) -> Profile:
         return observe(model, {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)
 
 
-def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
-    """A step that nothing runs: bytes are exact, times are the roofline of `hardware`."""
+def trace_run(run: RunConfig, hardware: Hardware, *, say: Say, like: Profile | None = None) -> Profile:
+    """A step that nothing runs: bytes are exact, times are the roofline of `hardware`. `like`: of the same run with
+    another batch, whose optimizer need not be looked at again."""
     _refuse_parts(run)
     say("building the model without weights")
     config = model_config(run)
@@ -124,7 +125,8 @@ def trace_run(run: RunConfig, hardware: Hardware, *, say: Say) -> Profile:
     tokens = torch.empty(run.train.batch_size, run.data.sequence_length, dtype=torch.int64, device="meta")
     say("tracing one step")
     with _as_trained(run, model, "cpu"):
-        return trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware, optimizer=optimizer)
+        batch = {"input_ids": tokens, "labels": tokens}
+        return trace(model, batch, hardware=hardware, optimizer=optimizer, state=None if like is None else like.state)
 
 
 def weights_of_run(run: RunConfig) -> dict[str, torch.nn.Parameter]:

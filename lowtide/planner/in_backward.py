@@ -227,12 +227,13 @@ def _new_gradients(profile: Profile) -> np.ndarray:
 def closed_buckets(profile: Profile, bucket_bytes: int) -> list[tuple[int, int]]:
     """The operator at which each bucket has been updated, and its gradients' bytes. What is left is updated when
     backward is over."""
-    paths = [name.rpartition(".")[0] for name in profile.op_names]
+    names = profile.op_names
     closed: list[tuple[int, int]] = []
     bucket = 0
     waiting: list[int] = []
     for index, nbytes in enumerate(_new_gradients(profile).tolist()):
-        if waiting and paths[index] != paths[index - 1]:  # autograd adds what the module before has made
+        # Autograd adds what the module before has made.
+        if waiting and names[index].rpartition(".")[0] != names[index - 1].rpartition(".")[0]:
             for gradient in waiting:
                 if bucket and bucket + gradient > bucket_bytes:
                     closed.append((index, bucket))
@@ -310,8 +311,12 @@ def _first_ops(names: Sequence[str], layers: Sequence[str], start: int) -> dict[
     """Of each layer the number of its first operator among these, in their order."""
     known = set(layers)
     found: dict[str, int] = {}
+    seen: set[str] = set()
     for number, name in enumerate(names, start):
-        path = name
+        path = name.rpartition(".")[0]
+        if path in seen:
+            continue
+        seen.add(path)
         while path and path not in known:
             path = path.rpartition(".")[0]
         if path:

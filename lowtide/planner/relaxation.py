@@ -293,7 +293,7 @@ class Program:
     def _early(self, build: Linear, ticks: list[int], index: int, columns: list[_Columns], moves: Moves) -> None:
         """What another item is made from is there when that one is read, and stays until its own reads."""
         entry, item = columns[index], self.step.items[index]
-        if entry.swap < 0 and entry.recompute < 0 and entry.decode < 0:
+        if not self.needs.dependents[index] or max(entry.swap, entry.recompute, entry.decode) < 0:
             return
         dies = bisect_left(ticks, item.dies)
         read = bisect_left(ticks, int(self.needs.last[index]))

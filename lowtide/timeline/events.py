@@ -153,6 +153,11 @@ class _Clock:
         self.events: list[Event] = []
         swapped = np.flatnonzero(lifetimes.is_swapped)
         self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
+        self.items = self.swapped.tolist()
+        self.needs = lifetimes.need[self.swapped].tolist()
+        # By need; among equals the one that was produced last comes first.
+        by_need = (-self.swapped, -arrays.born[self.swapped], lifetimes.need[self.swapped])
+        self.fetch_order = np.lexsort(by_need).tolist()
         self.evict_by: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
         own_bytes, visits = arrays.nbytes[self.swapped], arrays.visit_bytes[self.swapped]
         leave_bytes = arrays.leave_bytes[self.swapped]
@@ -191,7 +196,7 @@ class _Clock:
             if due is not None:
                 for position in due[tick]:
                     self.evict_by[position] = tick
-                    self.wait_for(landed[position], self._name(position))
+                    self.wait_for(landed[position], self.items[position])
             elif tick in coming.room:
                 coming.enter(tick, saved, nbytes)
                 while coming.waiting:
@@ -201,63 +206,62 @@ class _Clock:
                         break
                     coming.leave(nbytes)
                     self.evict_by[position] = tick
-                    self.wait_for(landed[position], self._name(position))
-            if len(arrays.for_forward):
+                    self.wait_for(landed[position], self.items[position])
+            if tick in visitors.ticks:
                 visitors.come(tick)
             if self.with_events:
                 self.note("compute", f"forward {tick}", self.now, self.now + durations[tick])
             self.now += durations[tick]
             while next_out < len(saved) and saved[next_out] == tick:
-                start = max(lane_free, self.now)
+                start = lane_free if lane_free > self.now else self.now
                 lane_free = landed[next_out] = start + copy_seconds[next_out]
-                self.note("out", self._name(next_out), start, lane_free)
+                if self.with_events:
+                    self.note("out", self.items[next_out], start, lane_free)
                 next_out += 1
         if landed:
-            self.wait_for(lane_free, self._name(len(saved) - 1))
+            self.wait_for(lane_free, self.items[-1])
 
     # -- backward --------------------------------------------------------------------------------------------------
-
-    def fetch_order(self) -> list[int]:
-        """Positions by need; among equals the one that was produced last comes first."""
-        return np.lexsort((-self.swapped, -self.arrays.born[self.swapped], self.lifetimes.need[self.swapped])).tolist()
 
     def choose_fetches(self, curve: Ints, budget_bytes: int | None) -> Ints:
         """The tick at which each fetch is issued. Adds to `curve` what is there before it is needed."""
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
-        order = self.fetch_order()
-        needs = self.lifetimes.need[self.swapped].tolist()
-        starts = self._nominal_starts()
-        wanted = self._latest_ticks(order, needs, starts)
+        order, needs = self.fetch_order, self.needs
+        wanted = self._latest_ticks(order, needs)
         nbytes, dies = arrays.nbytes[self.swapped].tolist(), arrays.dies[self.swapped].tolist()
         visits, free = (arrays.visit_bytes[self.swapped] > 0).tolist(), arrays.fetch_from[self.swapped].tolist()
         chosen = np.zeros(len(order), np.int64)
+        next_stop = arrays.next_stop.tolist()
         earliest = num_forward
         for position, tick in zip(order, wanted):
             need, size = needs[position], nbytes[position]
             if visits[position]:
                 chosen[position] = max(tick, free[position])
                 continue
-            earliest = max(earliest, tick)
-            if budget_bytes is not None and earliest < need:
-                too_full = np.flatnonzero(curve[earliest:need] > budget_bytes - size)
-                # What somebody else still holds takes no room of its own.
-                too_full = too_full[too_full + earliest >= dies[position]]
+            earliest = tick if tick > earliest else earliest
+            # What somebody else still holds takes no room of its own.
+            start = dies[position] if dies[position] > earliest else earliest
+            if budget_bytes is not None and start < need:
+                (too_full,) = (curve[start:need] > budget_bytes - size).nonzero()
                 if len(too_full):
-                    earliest = min(int(arrays.next_stop[min(earliest + int(too_full[-1]) + 1, need)]), need)
+                    earliest = min(next_stop[start + int(too_full[-1]) + 1], need)
+                    start = max(earliest, start)
             chosen[position] = earliest
-            curve[max(earliest, dies[position]) : need] += size
+            curve[start:need] += size
         return chosen
 
-    def _latest_ticks(self, order: list[int], needs: list[int], starts: np.ndarray) -> list[int]:
+    def _latest_ticks(self, order: list[int], needs: list[int]) -> list[int]:
         """In `order`: the last tick that starts early enough for all that comes after it in the lane."""
         num_forward = self.arrays.step.num_forward_ticks
         copy_seconds = (self.in_seconds * (1.0 + self.slack)).tolist()
-        latest = np.zeros(len(order))
-        following = np.inf
+        starts = self._nominal_starts()
+        start_of = starts.tolist()
+        latest = [0.0] * len(order)
+        following = math.inf
         for place in range(len(order) - 1, -1, -1):
             position = order[place]
-            following = min(following, starts[needs[position] - num_forward]) - copy_seconds[position]
+            following = min(following, start_of[needs[position] - num_forward]) - copy_seconds[position]
             latest[place] = following
         ticks = np.maximum(np.searchsorted(starts, latest, side="right") - 1, 0) + num_forward
         stops = self.arrays.last_stop[ticks]
@@ -274,10 +278,9 @@ class _Clock:
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
         assert np.all((prefetch_ticks >= num_forward) & (prefetch_ticks <= self.lifetimes.need[self.swapped]))
-        order = self.fetch_order()
+        order, needs, issues = self.fetch_order, self.needs, prefetch_ticks.tolist()
         np.add.at(self.contention, prefetch_ticks, (self.in_seconds + self.after_seconds) * self.link.compute_share)
-        starts = self._nominal_starts()
-        needs, issues = self.lifetimes.need[self.swapped].tolist(), prefetch_ticks.tolist()
+        starts = self._nominal_starts().tolist()
         # What waits for a place lets others pass.
         lane = sorted(order, key=issues.__getitem__) if arrays.visit_bytes.any() else order
         copy_seconds, after_seconds = self.in_seconds.tolist(), self.after_seconds.tolist()
@@ -290,43 +293,47 @@ class _Clock:
             need = needs[position]
             while next_in < len(lane) and issues[lane[next_in]] <= need:
                 issued = lane[next_in]
-                start = max(lane_free, shift + float(starts[issues[issued] - num_forward]))
+                start = shift + starts[issues[issued] - num_forward]
+                start = lane_free if lane_free > start else start
                 lane_free = arrived[issued] = start + copy_seconds[issued]
-                self.note("in", self._name(issued), start, lane_free)
+                if self.with_events:
+                    self.note("in", self.items[issued], start, lane_free)
                 next_in += 1
-            self.now = shift + float(starts[need - num_forward])
-            self.wait_for(arrived[position], self._name(position))
+            planned = starts[need - num_forward]
+            self.now = shift + planned
+            if arrived[position] > self.now:
+                self.wait_for(arrived[position], self.items[position])
             if after_seconds[position]:
-                start = max(out_free, self.now)
+                start = out_free if out_free > self.now else self.now
                 out_free = start + after_seconds[position]
-                self.note("out", self._name(position), start, out_free)
-            shift = self.now - float(starts[need - num_forward])
+                if self.with_events:
+                    self.note("out", self.items[position], start, out_free)
+            shift = self.now - planned
             shifts.append((need, shift))
         durations = (arrays.seconds + self.contention + self.made_seconds)[num_forward:]
         self.now = shift + float(durations.sum())
         if len(arrays.for_forward) and order:
-            self.wait_for(out_free, self._name(order[-1]))
+            self.wait_for(out_free, self.items[order[-1]])
         if self.with_events:
             self._note_backward(starts, shifts)
 
     # -- both ------------------------------------------------------------------------------------------------------
 
-    def wait_for(self, until: float, name: str) -> None:
-        """Compute waits for a copy of this name."""
+    def wait_for(self, until: float, item: int) -> None:
+        """Compute waits for a copy of this item."""
         if until <= self.now:
             return
-        self.note("stall", name, self.now, until)
+        if self.with_events:
+            self.note("stall", item, self.now, until)
         self.stall_seconds += until - self.now
         self.now = until
 
-    def note(self, lane: str, name: str, start: float, end: float) -> None:
-        if self.with_events:
-            self.events.append(Event(lane=lane, name=name, start=start, end=end))
+    def note(self, lane: str, what: str | int, start: float, end: float) -> None:
+        """`what`: the name, or the item of which it is. Called some thousand times a step, so not without events."""
+        name = what if isinstance(what, str) else self.arrays.step.items[what].name
+        self.events.append(Event(lane=lane, name=name, start=start, end=end))
 
-    def _name(self, position: int) -> str:
-        return self.arrays.step.items[self.swapped[position]].name
-
-    def _note_backward(self, starts: np.ndarray, shifts: list[tuple[int, float]]) -> None:
+    def _note_backward(self, starts: list[float], shifts: list[tuple[int, float]]) -> None:
         """Compute events of backward, once all delays are known. What is recomputed comes before its tick."""
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
@@ -340,7 +347,7 @@ class _Clock:
         for tick in range(num_forward, arrays.num_ticks):
             while place + 1 < len(shifts) and shifts[place + 1][0] <= tick:
                 place += 1
-            now = shifts[place][1] + float(starts[tick - num_forward])
+            now = shifts[place][1] + starts[tick - num_forward]
             for index in made.get(tick, ()):
                 seconds = float(self.lifetimes.made_seconds[index])
                 self.note("compute", f"recompute {arrays.step.items[index].name}", now, now + seconds)
@@ -364,6 +371,8 @@ class _Visitors:
             self._fetches.setdefault(item.visit.fetch_from, []).append(index)
             self._needs.setdefault(item.reads[0], []).append(index)
             clock.contention[item.visit.fetch_from] += link.compute_share * self._seconds(index)
+        self.ticks = self._fetches.keys() | self._needs.keys()
+        """Before which any is fetched or needed."""
 
     def _seconds(self, index: int) -> float:
         link, item = self._clock.link, self._clock.arrays.step.items[index]
@@ -371,13 +380,14 @@ class _Visitors:
 
     def come(self, tick: int) -> None:
         """The tick is about to begin: fetch what has a place now, and wait for what it reads."""
-        clock, items = self._clock, self._clock.arrays.step.items
+        clock = self._clock
         for index in self._fetches.get(tick, ()):
             start = max(self._lane_free, clock.now)
             self._lane_free = self._arrived[index] = start + self._seconds(index)
-            clock.note("in", items[index].name, start, self._lane_free)
+            if clock.with_events:
+                clock.note("in", index, start, self._lane_free)
         for index in self._needs.get(tick, ()):
-            clock.wait_for(self._arrived[index], items[index].name)
+            clock.wait_for(self._arrived[index], index)
 
 
 class _Coming:

@@ -21,6 +21,7 @@ them, so everything is traced as if on the host.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import warnings
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, StateBytes
 from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
 from lowtide.loss.blocks import REPEAT
@@ -173,12 +174,13 @@ def trace(
     fused_attention: bool | None = None,
     skips_equal_layers: bool = True,
     price: Price | None = None,
+    state: StateBytes | None = None,
 ) -> Profile:
     """The profile of one forward and backward of `model` on `batch`, timed by the roofline of `hardware`.
 
     `batch`, `loss` and `needs_scalar` are those of `observe`; only shapes and dtypes matter. `fused_attention` says
     whether the device fuses attention that the host would not; None: every device but the host does. `price` gives the
-    times of operators in the place of the roofline of each.
+    times of operators in the place of the roofline of each. `state`: of the same model and optimizer, if it is known.
 
     Raises ConfigError for what `observe` raises it for, and for a model whose control flow depends on data.
     """
@@ -213,21 +215,12 @@ def trace(
             if accumulates or not wants_accumulation(error):
                 raise
             accumulates = True
-    profile = profile_of(
-        recorded,
-        model,
-        device=hardware.name,
-        is_fake=True,
-        batch=shapes,
-        layers=names,
-        state=state_bytes(
-            model,
-            inputs=input_bytes(recorded),
-            optimizer=optimizer,
-            device_type=None,
-            is_accelerator=not is_host,
-        ),
-    )
+    inputs = input_bytes(recorded)
+    if state is None:
+        how: Any = {"optimizer": optimizer, "device_type": None, "is_accelerator": not is_host}
+        state = state_bytes(model, inputs=inputs, **how)
+    state = dataclasses.replace(state, inputs=inputs)
+    profile = profile_of(recorded, model, device=hardware.name, is_fake=True, batch=shapes, layers=names, state=state)
     del recorded
     if left := fakes_left(mode, own):
         warnings.warn(
