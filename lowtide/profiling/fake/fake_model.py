@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.tensors.compiled import ForwardPatch
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     FakeTensor,
@@ -233,24 +234,13 @@ def _plain_attributes(module: nn.Module) -> tuple:
 def skipping(model: nn.Module, runs: tuple[Run, ...]) -> Iterator[None]:
     """Inside, the skipped layers of `runs` give their input back."""
     modules = dict(model.named_modules())
-    hooks, patched = [], []
-    try:
+    with contextlib.ExitStack() as undo:
         for run in runs:
             note, stand_in = _template()
-            hooks.append(modules[run.second].register_forward_hook(note))
+            undo.callback(modules[run.second].register_forward_hook(note).remove)
             for name in run.skipped:
-                own = modules[name].__dict__
-                patched.append((own, own.get("forward")))
-                own["forward"] = stand_in
+                undo.callback(ForwardPatch(modules[name], stand_in, is_below=True).undo)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for own, before in patched:
-            if before is None:
-                own.pop("forward", None)
-            else:
-                own["forward"] = before
 
 
 def _template() -> tuple[Callable, Callable]:
@@ -265,7 +255,7 @@ def _template() -> tuple[Callable, Callable]:
         others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]  # which hold no tensor
         seen[:] = [(others, spec, (tensors[0].shape, tensors[0].dtype))]
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
+    def stand_in(forward: Callable, args: tuple, kwargs: dict) -> Any:
         hidden = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
         if hidden is None or not seen or (hidden.shape, hidden.dtype) != seen[0][2]:
             raise CannotSkipError

@@ -44,8 +44,8 @@ from lowtide.runtime.hooks.first_forward import warn_about_other_sites, warn_abo
 from lowtide.runtime.hooks.forward_pass import ForwardPass
 from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
-from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards
-from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in, refuse_compiled
+from lowtide.runtime.session.forward_patch import UnobservedForwards
+from lowtide.tensors.compiled import ForwardPatch, compiled_parts, how_compiled, lies_in, refuse_compiled
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
