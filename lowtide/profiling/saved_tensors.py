@@ -136,7 +136,7 @@ class _Handle:
             storage = self.parked.open()
             tensor = torch.empty(0, dtype=self.dtype, device=self.parked.state.device)
             tensor.set_(storage, *self.geometry)
-            return tensor if self.shell is None else self.shell.around(tensor)
+            return tensor if self.shell is None else self.shell(tensor)
 
 
 class SavedTensorRecorder:
