@@ -174,15 +174,11 @@ def read_yaml(path: str | os.PathLike[str]) -> RawValue:
         raise ConfigError(f"{name}: not valid YAML: a character or a version that does not exist; remove it") from None
 
 
-def read_mapping(value: object, path: str) -> RawValue:
+def read_mapping(value: object, path: str, depth: int = 0) -> RawValue:
     """The tree of Python values (mappings, lists, tuples, scalars); places are dotted paths that start with `path`.
 
     Raises `ConfigError` for keys that are no text and for nesting without end.
     """
-    return _python_node(value, path, 0)
-
-
-def _python_node(value: object, path: str, depth: int) -> RawValue:
     if depth > MOST_DEPTH:
         raise ConfigError(f"{path}: nested more than {MOST_DEPTH} deep; no setting is")
     if isinstance(value, Mapping):
@@ -191,10 +187,10 @@ def _python_node(value: object, path: str, depth: int) -> RawValue:
             if not isinstance(key, str):
                 raise ConfigError(f"{path}: expected text keys, not {shown(key)}; write the key in quotes")
             below = join_path(path, key)
-            entries.append(RawEntry(key=key, place=below, node=_python_node(item, below, depth + 1)))
+            entries.append(RawEntry(key=key, place=below, node=read_mapping(item, below, depth + 1)))
         return RawValue(kind="mapping", place=path, entries=tuple(entries))
     if isinstance(value, list | tuple):
-        items = (_python_node(item, join_path(path, index), depth + 1) for index, item in enumerate(value))
+        items = (read_mapping(item, join_path(path, index), depth + 1) for index, item in enumerate(value))
         return RawValue(kind="list", place=path, items=tuple(items))
     return RawValue(kind="scalar", place=path, value=value)
 

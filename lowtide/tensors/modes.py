@@ -173,6 +173,14 @@ class RandomState:
             set_device_states(self.devices, self.states, device_type=self.device_type)
 
 
+def autocasts() -> Iterator[tuple[str, torch.dtype]]:
+    """The autocasts that are on: on which type of device, to what."""
+    accelerator = torch.accelerator.current_accelerator()
+    for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            yield device_type, torch.get_autocast_dtype(device_type)
+
+
 def autocast_state(device_type: str) -> Callable[[], contextlib.AbstractContextManager]:
     """A factory of contexts that re-enter autocast as it is now on `device_type`."""
     if not torch.amp.is_autocast_available(device_type):

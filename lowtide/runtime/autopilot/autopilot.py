@@ -44,7 +44,6 @@ from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import BudgetError, RecomputeRefusedError
 from lowtide.profiling.layers import find_layers, named_layers
-from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.state_bytes import other_bytes
 from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
 from lowtide.runtime.autopilot.measure import Correction, StepWatch
@@ -59,6 +58,7 @@ from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
 from lowtide.runtime.session.together import JointStepError
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
 from lowtide.tensors.ranks import any_rank, check_group, has_company
 from lowtide.tensors.snapshot import why_not_rerun

@@ -24,8 +24,8 @@ from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace
-from lowtide.profiling.observe_step import device_of
 from lowtide.tensors.compiled import refuse_compiled
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware, memory_of_hardware
 

@@ -43,6 +43,7 @@ from lowtide.runtime.autopilot.facts import Facts
 from lowtide.runtime.session.consensus import PlanConsensus, agreed
 from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.kinds import device_of
 from lowtide.units import format_bytes
 
 # The guard begins to spill a fiftieth below its limit (spill.py).
@@ -101,9 +102,8 @@ class Planner:
         """How fast bytes leave the device and come back: measured once for a machine (engines/bandwidth.py)."""
         if self.facts.link is not None:
             return
-        device = next(parameter.device for parameter in self._model.parameters())
         place = str(self.config.disk_path or "")
-        link = measure_link(self._engine, device, place=place, cache=cache_path())
+        link = measure_link(self._engine, device_of(self._model), place=place, cache=cache_path())
         rates = [format_bytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second)]
         LOG.info("lowtide: link: %s/s out, %s/s in; this machine's are kept in %s", *rates, cache_path())
         self.know(link=link)

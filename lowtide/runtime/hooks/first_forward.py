@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.rules import Decision, Rule
+from lowtide.core.text_table import first_few
 from lowtide.profiling.producer_names import Recorder
 from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry
 from lowtide.runtime.recompute.recipe_graph import Node
@@ -255,8 +256,7 @@ def _must_appear(node: Node) -> bool:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+    return first_few([f"'{name}'" for name in names], 3)
 
 
 def warn_about_small_sites(context: PlanContext) -> None:

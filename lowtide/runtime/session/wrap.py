@@ -46,6 +46,7 @@ from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
 from lowtide.runtime.session.forward_patch import UnobservedForwards
 from lowtide.tensors.compiled import ForwardPatch, compiled_parts, how_compiled, lies_in, refuse_compiled
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
@@ -76,7 +77,7 @@ class PlannedForwards:
         self._engine = engine
         self._unobserved = unobserved
         """Is told of each forward pass."""
-        self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        self._device = device_of(self._model)
         self._local = threading.local()
         """Of each thread: the forward pass of the forward pass that it is in."""
         self._writing = threading.RLock()
