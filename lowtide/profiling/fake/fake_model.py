@@ -18,7 +18,6 @@ import contextlib
 import gc
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -169,14 +168,8 @@ class CannotSkipError(Exception):
     """The layers look equal but cannot stand for each other: trace all of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Equal layers in a row: `first`, `second`, then those that are not run, then `last`."""
-
-    first: str
-    second: str
-    skipped: tuple[str, ...]
-    last: str
+Run = tuple[str, ...]
+"""Equal layers in a row, four or more. The first two and the last are run."""
 
 
 def find_runs(model: nn.Module, layers: tuple[str, ...]) -> tuple[Run, ...]:
@@ -193,11 +186,7 @@ def find_runs(model: nn.Module, layers: tuple[str, ...]) -> tuple[Run, ...]:
         else:
             runs.append([name])
         previous = None if is_alone else looks
-    return tuple(
-        Run(first=run[0], second=run[1], skipped=tuple(run[2:-1]), last=run[-1])
-        for run in runs
-        if len(run) > _NUM_TRACED
-    )
+    return tuple(tuple(run) for run in runs if len(run) > _NUM_TRACED)
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
@@ -235,10 +224,10 @@ def skipping(model: nn.Module, runs: tuple[Run, ...]) -> Iterator[None]:
     """Inside, the skipped layers of `runs` give their input back."""
     modules = dict(model.named_modules())
     with contextlib.ExitStack() as undo:
-        for run in runs:
+        for _, second, *skipped, _ in runs:
             note, stand_in = _template()
-            undo.callback(modules[run.second].register_forward_hook(note).remove)
-            for name in run.skipped:
+            undo.callback(modules[second].register_forward_hook(note).remove)
+            for name in skipped:
                 undo.callback(ForwardPatch(modules[name], stand_in, is_below=True).undo)
         yield
 
