@@ -173,7 +173,8 @@ class Autopilot:
         if not has_diverged or tide is None or self.model_state.num_unseen >= _MOST_UNSEEN:
             return
         failed, refused, _ = what_failed(tide, self.planner.facts)
-        if not (failed or refused or has_company(self.planner.group) or why_not_rerun(self._tides.model, (), {})):
+        is_known = failed or refused or has_company(self.planner.consensus.group)
+        if not (is_known or why_not_rerun(self._tides.model, (), {})):
             self.model_state.num_unseen += 1
 
     def _replan_for_all(self) -> None:
@@ -347,7 +348,7 @@ class Autopilot:
         self.watch.begin(tide)
         is_joint = self._decide("review")
         is_wrong = correction is not None
-        if any_rank(is_wrong, self.planner.group) if is_joint else is_wrong:
+        if any_rank(is_wrong, self.planner.consensus.group) if is_joint else is_wrong:
             self._correct(shape, correction, pass_bytes, is_joint=is_joint)
 
     def _tell_first(self, shape: ShapePlan, stats: Stats) -> None:
@@ -376,7 +377,7 @@ class Autopilot:
             shape.num_reviews += NUM_REVIEWS
             shape.has_more_loop_bytes = False
             is_above = has_more_loop_bytes or pass_bytes > self.planner.budget_bytes
-            if is_joint and any_rank(self._is_beginning and is_above, self.planner.group):
+            if is_joint and any_rank(self._is_beginning and is_above, self.planner.consensus.group):
                 refusal = self.planner.first_step_error(pass_bytes, needed_bytes)
                 self._tides.remove()
                 self._tides.refuse(refusal)

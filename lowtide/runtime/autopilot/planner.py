@@ -71,7 +71,6 @@ class Planner:
         assert isinstance(config.budget, int)
         self.config = config
         """The rules and the budget that plans are made under."""
-        self.group = group
         self.consensus = PlanConsensus(group, config.budget)
         self.facts = Facts()
         """Replaced whenever a step shows something new; plans that are made from then on know it."""
@@ -165,7 +164,7 @@ class Planner:
             plan = self.nearest(profile, budget_bytes)
         except BudgetError as refusal:
             error = refusal.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
-        common = agreed(plan, error, self.group)
+        common = agreed(plan, error, self.consensus.group)
         # With other shapes the first rank's plan is not one for this rank.
         return common if plan is None or self.consensus.is_together else plan
 

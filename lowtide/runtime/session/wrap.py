@@ -67,14 +67,11 @@ Points = dict[tuple[str, int], list[Node]]
 class PlannedForwards:
     """The wrappers of one plan on the model of `context`, in the name of `handle`. They are on from the start."""
 
-    def __init__(
-        self, plan: Plan, context: PlanContext, engine: Engine, unobserved: UnobservedForwards, handle: Any
-    ) -> None:
+    def __init__(self, plan: Plan, context: PlanContext, unobserved: UnobservedForwards, handle: Any) -> None:
         self._plan = plan
         self._handle = handle
         self._context = context
         self._model = context.model
-        self._engine = engine
         self._unobserved = unobserved
         """Is told of each forward pass."""
         self._device = device_of(self._model)
@@ -196,7 +193,7 @@ class PlannedForwards:
             return forward(*args, **kwargs)
         if not layer.tables:
             refuse_compiled(self._model, "lowtide.apply")  # before a table is written, also anew
-        refuse_capture(self._model, self._engine)
+        refuse_capture(self._model, context.scheduler.engine)
         hooks = top_saved_tensors_hooks()
         if is_checkpoint_hook(hooks):
             context.counters.num_skipped_calls += 1
