@@ -183,7 +183,12 @@ class Work:
             if not selection.covers(index):
                 continue
             if matches_everything(pattern):
-                self._everything(selection.path, pattern)
+                self.issues.tolerate(
+                    selection.path,
+                    f"'{pattern}' matches every name at its last level, where upstream crashes",
+                    meaning="every operator and module there",
+                    fix="name the parts, or the module around them",
+                )
             found = self._find(pattern, index, selection.path, is_default=selection.is_default)
             tree = self.trees[index] if only_operators and found.reading != "alias" else None
             for group in found.groups:
@@ -216,14 +221,6 @@ class Work:
             f"names the module '{name}', but {key} takes operators only",
             meaning="ignored",
             fix=f"name an operator in it, such as '{name}\\.{operator_in(name, self.trees)}'",
-        )
-
-    def _everything(self, path: str, pattern: str) -> None:
-        self.issues.tolerate(
-            path,
-            f"'{pattern}' matches every name at its last level, where upstream crashes",
-            meaning="every operator and module there",
-            fix="name the parts, or the module around them",
         )
 
     def _check_overlaps(self, names: dict[str, str], key: str, index: int) -> None:
@@ -309,16 +306,13 @@ class Work:
             plan.swap_holes[target] = holes
             inner = ", ".join(f"'{name}'" for name in holes)
             self._lose(path, f"of {what} the part {inner} is not swapped in {{layers}}: it is recomputed there", index)
-        if self._is_output(target, index) and self._next_recomputes(index):
+        is_output = target == LAYER or "layer_output" in roles_of(target, tree)
+        if is_output and self._next_recomputes(index):
             self._lose(
                 path,
                 f"the output of {{layers}} is not swapped with {what}: the layer after it reads it and is recomputed",
                 index,
             )
-
-    def _is_output(self, target: str, index: int) -> bool:
-        """Does the part make what the next layer reads?"""
-        return target == LAYER or "layer_output" in roles_of(target, self.trees[index])
 
     def _next_recomputes(self, index: int) -> bool:
         """Does the next layer recompute what reads its input?"""

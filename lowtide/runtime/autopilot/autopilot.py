@@ -202,7 +202,8 @@ class Autopilot:
         key = self.table.cover(bucket)
         if key is None or key == bucket:
             return key
-        return key if self.planner.keeps_budget(self.table[key].plan) else None
+        predicted = self.table[key].plan.predicted
+        return key if predicted is None or predicted.peak_bytes <= self.planner.budget_bytes else None
 
     def _with_state_of_now(self, key: ShapeBucket) -> dict[str, Any]:
         """The model is again as it was when the plan of `key` was made. Meanwhile its optimizer may have got state of

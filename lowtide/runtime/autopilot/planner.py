@@ -233,10 +233,6 @@ class Planner:
 
     # -- beside a plan ----------------------------------------------------------------------------------------------
 
-    def keeps_budget(self, plan: Plan) -> bool:
-        """Whether it keeps the budget by its own account."""
-        return plan.predicted is None or plan.predicted.peak_bytes <= self.budget_bytes
-
     def warn_if_over(self, plan: Plan, shapes: Iterable[tuple[int, ...]]) -> None:
         """Warn where the plan for inputs of these shapes needs more than the budget, once for each that needs more than
         those before."""

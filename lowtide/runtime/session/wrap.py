@@ -188,7 +188,7 @@ class PlannedForwards:
     def _enter(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """A forward pass, from its beginning to its end; `forward` alone where lowtide steps aside."""
         context = self._context
-        if not _can_hook():
+        if torch.compiler.is_compiling() or not (is_training() and are_saved_tensors_hooks_enabled()):
             self._unobserved.step_aside()
             return forward(*args, **kwargs)
         if not layer.tables:
@@ -251,11 +251,6 @@ def _run(forward_pass: ForwardPass, layer: LayerTable, forward: Callable, args: 
         return forward(*args, **kwargs)
 
     return run_allowing_transforms(layer, hooked, forward, (args, kwargs))
-
-
-def _can_hook() -> bool:
-    """Where a step trains, and no compiler looks."""
-    return is_training() and are_saved_tensors_hooks_enabled() and not torch.compiler.is_compiling()
 
 
 def recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:
