@@ -247,6 +247,8 @@ class Decision:
     fate: Fate
     prefetch: int | None = None
     tier: Tier | None = None
+    leave: int | None = None
+    """Of a solved plan (core/decisions.py)."""
     reason: str
     """One short phrase, such as `swap 'layers.*.mlp' (run.yaml:4:9)`."""
     rule: Rule | None = None

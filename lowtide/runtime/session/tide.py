@@ -65,7 +65,7 @@ class Tide(Handle):
         self._stall_base_seconds = engine.stall_seconds()
         self._unobserved = UnobservedForwards(model, "lowtide.apply")
         try:
-            self._forwards = PlannedForwards(plan, self._context, self._unobserved, self)
+            self._forwards = PlannedForwards(plan, self._context, engine, self._unobserved, self)
         except BaseException:
             self._unobserved.close()  # it has hooks on the parameters already
             raise
@@ -250,7 +250,7 @@ class Tide(Handle):
         self._context = self._context_of(self._plan)
         self._context.guard, self._context.slices = before.guard, before.slices
         self._context.keeps_collectives = before.keeps_collectives
-        self._forwards = PlannedForwards(self._plan, self._context, self._unobserved, self)
+        self._forwards = PlannedForwards(self._plan, self._context, self.engine, self._unobserved, self)
         return how
 
     def _give_up_recipes(self, error: RecipeMismatchError, num_tried: int) -> str:

@@ -46,7 +46,6 @@ from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
 from lowtide.runtime.session.forward_patch import UnobservedForwards
 from lowtide.tensors.compiled import ForwardPatch, compiled_parts, how_compiled, lies_in, refuse_compiled
-from lowtide.tensors.kinds import device_of
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
@@ -67,14 +66,17 @@ Points = dict[tuple[str, int], list[Node]]
 class PlannedForwards:
     """The wrappers of one plan on the model of `context`, in the name of `handle`. They are on from the start."""
 
-    def __init__(self, plan: Plan, context: PlanContext, unobserved: UnobservedForwards, handle: Any) -> None:
+    def __init__(
+        self, plan: Plan, context: PlanContext, engine: Engine, unobserved: UnobservedForwards, handle: Any
+    ) -> None:
         self._plan = plan
         self._handle = handle
         self._context = context
         self._model = context.model
+        self._engine = engine
         self._unobserved = unobserved
         """Is told of each forward pass."""
-        self._device = device_of(self._model)
+        self._device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         self._local = threading.local()
         """Of each thread: the forward pass of the forward pass that it is in."""
         self._writing = threading.RLock()
@@ -193,7 +195,7 @@ class PlannedForwards:
             return forward(*args, **kwargs)
         if not layer.tables:
             refuse_compiled(self._model, "lowtide.apply")  # before a table is written, also anew
-        refuse_capture(self._model, context.scheduler.engine)
+        refuse_capture(self._model, self._engine)
         hooks = top_saved_tensors_hooks()
         if is_checkpoint_hook(hooks):
             context.counters.num_skipped_calls += 1
