@@ -69,14 +69,17 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-# How to read each setting, and how to write it. The general ones before those that they imply.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
+_ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+)
+# How to read each setting, and how to write it. The general ones before those that they imply.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    *_ATTENTION,
     (get_attention_order, set_attention_order),  # `sdpa_kernel(..., set_priority=True)`
     (_cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp),
     (_backends.mha.get_fastpath_enabled, _backends.mha.set_fastpath_enabled),
@@ -98,6 +101,11 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     _attribute(_backends.mkldnn, "deterministic"),
 )
 _READ = tuple(read for read, _ in _SETTINGS)
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels scaled dot product attention may use. The switches are the process's, whatever the device."""
+    return tuple([read() for read, _ in _ATTENTION])
 
 
 class Modes:

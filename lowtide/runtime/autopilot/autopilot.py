@@ -240,9 +240,7 @@ class Autopilot:
         if self._foreign_bytes is None:
             of = (self._tides.model, self._tides.placed.optimizer, (args, kwargs), device_of(self._tides.model))
             self._foreign_bytes = other_bytes(*of, self._tides.engine.device_bytes)
-        buckets = [key]
-
-        foreign_bytes = self._foreign_bytes
+        buckets, foreign_bytes = [key], self._foreign_bytes
 
         def planned(profile: Profile) -> ShapePlan:
             profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, others=foreign_bytes))
@@ -254,7 +252,9 @@ class Autopilot:
             if same is not None:
                 self.model_state.ignore(same.model, key.model)
                 buckets.append(self.table.bucket(args, kwargs, model=self.model_state.look()))
-            return self.planner.first(profile, is_joint=is_first or self.planner.consensus.is_together)
+            is_joint = is_first or self.planner.consensus.is_together
+            plan = self.planner.agreed(profile, self.planner.budget_bytes, is_joint=is_joint)
+            return ShapePlan(profile=profile, plan=plan)
 
         try:
             shape = self._tides.observe(args, kwargs, planned, why=why)

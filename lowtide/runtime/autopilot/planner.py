@@ -172,10 +172,6 @@ class Planner:
         """Another plan for the same shapes, with what is known by now. Raises BudgetError where none will do."""
         return self.agreed(shape.profile, self.budget_for(shape), is_joint=is_joint)
 
-    def first(self, profile: Profile, *, is_joint: bool) -> ShapePlan:
-        """A plan for what was just observed. Raises BudgetError where none will do."""
-        return ShapePlan(profile=profile, plan=self.agreed(profile, self.budget_bytes, is_joint=is_joint))
-
     # -- several forward passes before a backward pass ---------------------------------------------------------------
 
     def make_room(self, shapes: Iterable[ShapePlan], output_bytes: int) -> bool:
