@@ -174,15 +174,11 @@ def read_yaml(path: str | os.PathLike[str]) -> RawValue:
         raise ConfigError(f"{name}: not valid YAML: a character or a version that does not exist; remove it") from None
 
 
-def read_mapping(value: object, path: str) -> RawValue:
+def read_mapping(value: object, path: str, depth: int = 0) -> RawValue:
     """The tree of Python values (mappings, lists, tuples, scalars); places are dotted paths that start with `path`.
 
     Raises `ConfigError` for keys that are no text and for nesting without end.
     """
-    return _python_node(value, path, 0)
-
-
-def _python_node(value: object, path: str, depth: int) -> RawValue:
     if depth > MOST_DEPTH:
         raise ConfigError(f"{path}: nested more than {MOST_DEPTH} deep; no setting is")
     if isinstance(value, Mapping):
@@ -191,22 +187,12 @@ def _python_node(value: object, path: str, depth: int) -> RawValue:
             if not isinstance(key, str):
                 raise ConfigError(f"{path}: expected text keys, not {shown(key)}; write the key in quotes")
             below = join_path(path, key)
-            entries.append(RawEntry(key=key, place=below, node=_python_node(item, below, depth + 1)))
+            entries.append(RawEntry(key=key, place=below, node=read_mapping(item, below, depth + 1)))
         return RawValue(kind="mapping", place=path, entries=tuple(entries))
     if isinstance(value, list | tuple):
-        items = (_python_node(item, join_path(path, index), depth + 1) for index, item in enumerate(value))
+        items = (read_mapping(item, join_path(path, index), depth + 1) for index, item in enumerate(value))
         return RawValue(kind="list", place=path, items=tuple(items))
     return RawValue(kind="scalar", place=path, value=value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Anchored:
-    """What an alias stands for; without a node while its value is still being read."""
-
-    place: str
-    node: RawValue | None = None
-    num_values: int = 0
-    height: int = 0
 
 
 class _YamlReader:
@@ -216,7 +202,9 @@ class _YamlReader:
     def __init__(self, name: str, parser: yaml.SafeLoader) -> None:
         self._name = name
         self._parser = parser
-        self._anchors: dict[str, _Anchored] = {}
+        self._anchors: dict[str, tuple[str, RawValue | None, int, int]] = {}
+        """What an alias stands for: its place, the value (None while it is still being read), and how many values and
+        levels that has."""
         self._num_values = 0
 
     def document(self) -> RawValue:
@@ -247,7 +235,7 @@ class _YamlReader:
         self._count(1, place)
         before = self._num_values
         if event.anchor is not None:
-            self._anchors[event.anchor] = _Anchored(place=place)
+            self._anchors[event.anchor] = place, None, 0, 0
         height = 1
         if isinstance(event, yaml.ScalarEvent):
             node = RawValue(kind="scalar", place=place, value=event.value, is_text=event.style is None)
@@ -264,8 +252,7 @@ class _YamlReader:
             height += max((below for _, below in pairs), default=0)
             node = RawValue(kind="mapping", place=place, entries=tuple(entry for entry, _ in pairs))
         if event.anchor is not None:
-            num_values = self._num_values - before + 1
-            self._anchors[event.anchor] = _Anchored(place=place, node=node, num_values=num_values, height=height)
+            self._anchors[event.anchor] = place, node, self._num_values - before + 1, height
         return node, height
 
     def _pairs(self, path: str, depth: int) -> Iterator[tuple[RawEntry, int]]:
@@ -295,17 +282,17 @@ class _YamlReader:
         self._parser.get_event()
 
     def _alias(self, name: str | None, place: str, depth: int) -> tuple[RawValue, int]:
-        anchored = self._anchors.get(name or "")
-        if anchored is None:
+        if (name or "") not in self._anchors:
             raise ConfigError(
                 f"{place}: not valid YAML: found undefined alias {shown(name)}; put text that begins with * in quotes"
             )
-        if anchored.node is None:
-            raise ConfigError(f"{anchored.place}: this alias contains itself; write the value out")
-        if depth + anchored.height - 1 > MOST_DEPTH:
+        written_at, node, num_values, height = self._anchors[name or ""]
+        if node is None:
+            raise ConfigError(f"{written_at}: this alias contains itself; write the value out")
+        if depth + height - 1 > MOST_DEPTH:
             raise ConfigError(f"{place}: nested more than {MOST_DEPTH} deep; no setting is")
-        self._count(anchored.num_values, place)
-        return anchored.node, anchored.height
+        self._count(num_values, place)
+        return node, height
 
     def _count(self, num_values: int, place: str) -> None:
         """An alias counts for all that it stands for: a few lines of aliases can stand for billions of values."""

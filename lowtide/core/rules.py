@@ -231,6 +231,11 @@ class Rule:
     where: str = ""
     """`run.yaml:4:9` or `memory.swap[0]`."""
 
+    @property
+    def at(self) -> str:
+        """How a message about it begins."""
+        return f"{self.where}: " if self.where else ""
+
     def __str__(self) -> str:
         return f"{self.fate} '{self.pattern}'"
 
@@ -242,6 +247,8 @@ class Decision:
     fate: Fate
     prefetch: int | None = None
     tier: Tier | None = None
+    leave: int | None = None
+    """Of a solved plan (core/decisions.py)."""
     reason: str
     """One short phrase, such as `swap 'layers.*.mlp' (run.yaml:4:9)`."""
     rule: Rule | None = None
@@ -310,22 +317,20 @@ class Rules:
 
 def past_error(rule: Rule, names: Sequence[str]) -> ConfigError | None:
     """The error for a range that reaches past the numbers that a model has in that place; None where none does."""
-    at = f"{rule.where}: " if rule.where else ""
     segments = rule.pattern.segments
     for place, segment in enumerate(segments):
         numbers = rule.pattern.numbers_at(place, names) if segment.ranges else set()
         if numbers and max(end for _, end in segment.ranges) > max(numbers):
             every = ".".join("*" if each is segment else each.text for each in segments)
             return ConfigError(
-                f"{at}pattern '{rule.pattern}' reaches past this model, whose numbers there end at {max(numbers)}; "
-                f"write a range that ends there, or '{every}' for all"
+                f"{rule.at}pattern '{rule.pattern}' reaches past this model, whose numbers there end at "
+                f"{max(numbers)}; write a range that ends there, or '{every}' for all"
             )
     return None
 
 
 def unmatched_error(rule: Rule, names: Sequence[str]) -> ConfigError:
     """The error for a rule that matches nothing: where it stands, and what the user may have meant."""
-    at = f"{rule.where}: " if rule.where else ""
     nearest = nearest_names(rule.pattern, names)
     hint = f"nearest: {', '.join(map(repr, nearest))}" if nearest else "print the plan to see the names"
-    return ConfigError(f"{at}pattern '{rule.pattern}' matches no layer, module or op of this model; {hint}")
+    return ConfigError(f"{rule.at}pattern '{rule.pattern}' matches no layer, module or op of this model; {hint}")

@@ -33,6 +33,7 @@ device error is sticky: it surfaces from the next torch call, not from `failure`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -278,15 +279,12 @@ class AcceleratorEngine(Engine):
         """Copies a buffer of `nbytes` each way, `PROBE_ROUNDS` times, both ways at once, after one round unmeasured.
         Takes `2 * nbytes` on the device and on the host for its duration; raises `TierFull` if the host has no room."""
         assert all(lane.open_job() is None for lane in self._lanes.values()), "the lanes are busy with the disk"
-        out_slot = self.allocate(nbytes, "host")
-        try:
-            in_slot = self.allocate(nbytes, "host")
-            try:
-                out_seconds, in_seconds = self._time_copies(nbytes, out_slot, in_slot)
-            finally:
-                self.free(in_slot)
-        finally:
-            self.free(out_slot)
+        with contextlib.ExitStack() as undo:
+            slots = []
+            for _ in self._lanes:
+                slots.append(self.allocate(nbytes, "host"))
+                undo.callback(self.free, slots[-1])
+            out_seconds, in_seconds = self._time_copies(nbytes, *slots)
         moved_bytes = PROBE_ROUNDS * nbytes
         return Link(out_bytes_per_second=moved_bytes / out_seconds, in_bytes_per_second=moved_bytes / in_seconds)
 

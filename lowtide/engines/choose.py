@@ -24,6 +24,7 @@ from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.tiers.host_limit import host_limit, host_total
 from lowtide.errors import ConfigError, did_you_mean
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.live_bytes import state_tensors, unique_bytes
 
 _NAMES = ("accelerator", "host")
@@ -43,8 +44,8 @@ def choose_engine(wanted: EngineChoice, model: nn.Module, plan: Plan) -> Engine:
             )
         engine: Engine = found
         return engine
-    device = next((parameter.device for parameter in model.parameters()), None)
-    on_host = device is None or device.type in ("cpu", "meta")
+    device = device_of(model)
+    on_host = device.type in ("cpu", "meta")
     name = wanted or ("host" if on_host else "accelerator")
     if name not in _NAMES:
         raise ConfigError(f"engine: '{name}' is none of accelerator, host{did_you_mean(name, _NAMES)}")
@@ -54,7 +55,6 @@ def choose_engine(wanted: EngineChoice, model: nn.Module, plan: Plan) -> Engine:
         return HostEngine.for_plan(plan, {})
     if on_host:
         raise ConfigError("engine: 'accelerator' needs the model on an accelerator; move it there, or use 'host'")
-    assert device is not None
     from lowtide.engines.accelerator import AcceleratorEngine
 
     warn_about_other_devices(device, model)
@@ -103,5 +103,4 @@ def _main_memory(own_bytes: int, root: Path) -> DeviceMemory:
 
 def memory_of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> DeviceMemory:
     """Of the device that `model` is on. Raises as `device_memory` does."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return device_memory(device, own_bytes=unique_bytes(state_tensors(model, optimizer), "cpu"))
+    return device_memory(device_of(model), own_bytes=unique_bytes(state_tensors(model, optimizer), "cpu"))

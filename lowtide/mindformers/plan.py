@@ -98,9 +98,10 @@ class _Planner:
             self._recompute_collectives(layer)
         self._keep_what_is_read()
         self._note_distances()
+        again = [(Pattern.parse(self.names[x.index]), x.why[LAYER]) for x in self.resolution.layers if _is_rerun(x)]
         plan = Plan(
             layers=self.profile.layers,
-            rules=Rules(tuple(self._layer_rule(layer) for layer in self.resolution.layers if _is_rerun(layer))),
+            rules=Rules(tuple(Rule(pattern=name, fate=Fate.RECOMPUTE, where=why) for name, why in again)),
             min_bytes=self.memory.least_bytes if self.memory else 0,
             **(self.memory.tier_limits if self.memory else {}),
             sites=tuple(self._decisions()),
@@ -108,10 +109,6 @@ class _Planner:
             loss=self.profile.loss,
         )
         return FilePlan(plan=plan, rows=self._rows(), notes=tuple(self.notes))
-
-    def _layer_rule(self, layer: LayerPlan) -> Rule:
-        pattern = Pattern.parse(self.names[layer.index])
-        return Rule(pattern=pattern, fate=Fate.RECOMPUTE, where=layer.why[LAYER])
 
     def _within(self, layer: LayerPlan, part: str) -> list[Site]:
         """The nodes that a part of a layer produces."""

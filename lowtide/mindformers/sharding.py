@@ -45,6 +45,7 @@ from lowtide.runtime.saved.stats import Counters, Ledger
 from lowtide.tensors.fsdp import after_forward, fsdp_modules
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import storage_key, version_of
+from lowtide.tensors.ranks import gather
 
 KEY_SLICES = "recompute_slice_activation"
 KEY_GATHERS = "parallel_optimizer_comm_recompute"
@@ -129,10 +130,7 @@ def slice_instead_of(
 
 
 def _compare(group: Any, bits: torch.Tensor, where: str) -> None:
-    mine = torch.tensor([bits.numel(), _checksum(bits)], device=bits.device)
-    all_of_them = mine.new_empty(2 * dist.get_world_size(group))
-    dist.all_gather_into_tensor(all_of_them, mine, group=group)
-    checksums = all_of_them.view(-1, 2).tolist()
+    checksums = gather((bits.numel(), _checksum(bits)), group)
     differing = next((rank for rank, entry in enumerate(checksums) if entry != checksums[0]), None)
     if differing is None:
         return

@@ -100,7 +100,7 @@ class StateTensor:
         return Shape((end - start,), (1,), offset, self.shape.dtype).over(storage)
 
     def dressed(self, local: torch.Tensor) -> torch.Tensor:
-        return local if self.shell is None else self.shell.around(local)
+        return local if self.shell is None else self.shell(local)
 
 
 @dataclass(slots=True, eq=False)

@@ -269,7 +269,7 @@ class Cut:
         for key, value in new.items():
             if key not in self.made:
                 whole = torch.empty_strided(local.size(), local.stride(), dtype=value.dtype, device=value.device)
-                self.made[key] = whole if shell is None else shell.around(whole)
+                self.made[key] = whole if shell is None else shell(whole)
             in_order(inside(self.made[key]), stretch.start, stretch.end).copy_(value)
 
     def finish(self, rest: dict[Hashable, Any]) -> None:

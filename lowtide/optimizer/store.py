@@ -387,7 +387,7 @@ class StateStore:
             offset = (_start_bytes(local) - start) // local.element_size()
             copied = Shape.of(local).at(offset).over(memory.untyped_storage())
             shell = shell_of(value)
-            yield entries, name, copied if shell is None else shell.around(copied)
+            yield entries, name, copied if shell is None else shell(copied)
 
 
 def _copy(data: torch.Tensor, device: torch.device) -> torch.Tensor:

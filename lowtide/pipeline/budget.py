@@ -50,6 +50,7 @@ from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.modes import remembered_cast_bytes
 from lowtide.tensors.private import tree_leaves
@@ -97,7 +98,7 @@ def fit_stages(
     placed = PlacedState(optimizer, chosen, "fit_stages")
     try:
         config = ranks.all_do("its settings", lambda: _with_state_that_can_move(config, placed))
-        device = next((parameter.device for parameter in own.parameters()), torch.device("cpu"))
+        device = device_of(own)
         seen = ranks.all_do("the step that is observed", lambda: observe_stages(pipeline, inputs, targets))
         if any(gather(any(chunk.exchanges for chunk in seen.values()), ranks.group)):
             chunks = seen

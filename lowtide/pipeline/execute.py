@@ -81,8 +81,8 @@ from lowtide.pipeline.torch_stage import (
 )
 from lowtide.pipeline.transport import GroupTransport
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
-from lowtide.profiling.observe_step import device_of
 from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.private import tree_leaves
 
 Half = Callable[[], None]

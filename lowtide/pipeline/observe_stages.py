@@ -35,10 +35,10 @@ from lowtide.pipeline.torch_stage import Tensors, arguments_of, passed_on
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.profiling.observe_call import observe_call
-from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.step_record import OUTSIDE
 from lowtide.profiling.step_recorder import StepRecorder
 from lowtide.profiling.untouched import untouched
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.live_bytes import unique_bytes
 from lowtide.tensors.private import disable_current_modes, dispatch_modes, next_sequence_number, tree_leaves
 from lowtide.tensors.ranks import gather

@@ -40,8 +40,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lowtide.errors import ConfigError
-from lowtide.runtime.session.forward_patch import ForwardPatch
-from lowtide.tensors.compiled import compiled_parts
+from lowtide.tensors.compiled import ForwardPatch, compiled_parts
 from lowtide.tensors.kinds import is_plain_or_fake
 from lowtide.tensors.private import disable_current_modes
 

@@ -3,8 +3,7 @@
 What: `floor`. Where everything may be swapped and the host takes it, that is swapping all of it, and proven. Where
 fates are restricted or the host is small, it is what the linear program and search find: the budget is halved between a
 peak that is reached and one that is not, and each time the program says which fates are the cheapest way there.
-(PlanRequest for nothing but a small peak it would make everything again in one long chain, whose links all exist at
-once.)
+(Asked for nothing but a small peak it would make everything again in one long chain, whose links all exist at once.)
 
 Cost: nothing where everything may be swapped; else some programs: a second for 32 layers × 11 items.
 

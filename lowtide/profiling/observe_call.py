@@ -21,6 +21,7 @@ from lowtide.profiling.observe_step import observe, refuse_iterators
 from lowtide.profiling.untouched import grads_set_aside, items_set_aside
 from lowtide.tensors.compiled import compiled_parts, lies_in
 from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.modes import autocasts
 from lowtide.tensors.private import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -203,7 +204,7 @@ def _autocast_cache_left_alone() -> Iterator[None]:
     would be compiled anew for this switch.
     """
     is_enabled = torch.is_autocast_cache_enabled()
-    if not any(torch.is_autocast_enabled(kind) for kind in _device_types() if torch.amp.is_autocast_available(kind)):
+    if not any(autocasts()):
         yield
         return
     torch.set_autocast_cache_enabled(False)
@@ -211,11 +212,6 @@ def _autocast_cache_left_alone() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(is_enabled)
-
-
-def _device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def loss_or_all(output: Any) -> Any:

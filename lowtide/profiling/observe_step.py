@@ -45,7 +45,7 @@ from lowtide.profiling.untouched import (
 )
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
-from lowtide.tensors.kinds import ACCUMULATOR, swapped_weights_of
+from lowtide.tensors.kinds import ACCUMULATOR, device_of, nodes_between, swapped_weights_of
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import (
     num_compiled_graphs,
@@ -164,12 +164,6 @@ def refuse_lazy(model: nn.Module, call: str) -> None:
 def wants_accumulation(error: Exception) -> bool:
     """Reentrant checkpointing (torch's older kind) works with `.backward()` only, and says so."""
     return "use_reentrant=True" in str(error)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter is; the host for a model without parameters."""
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def input_bytes(trace: Trace) -> int:
@@ -314,20 +308,9 @@ def _pick(output: Any) -> Any:
 
 def _leaves_inside(roots: list[torch.Tensor], known: list[torch.Tensor]) -> list[torch.Tensor]:
     """Leaves that the forward pass itself has made (`detach().requires_grad_()`): their gradients stay as well."""
-    seen = {root.grad_fn for root in roots}
-    waiting = list(seen)
-    found = {id(tensor): tensor for tensor in known}
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if node.name() == ACCUMULATOR:
-            leaf: torch.Tensor = getattr(node, "variable")  # noqa: B009
-            found.setdefault(id(leaf), leaf)
-        below = {each for each, _ in node.next_functions} - seen
-        seen |= below
-        waiting += below
-    return list(found.values())[len({id(tensor) for tensor in known}) :]
+    leaves = (node.variable for node in nodes_between(roots, ()) if node.name() == ACCUMULATOR)
+    have = {id(tensor) for tensor in known}
+    return list({id(leaf): leaf for leaf in leaves if id(leaf) not in have}.values())
 
 
 def _backward(roots: list[torch.Tensor], trained: list[torch.Tensor], accumulates: bool) -> Sequence:

@@ -14,6 +14,7 @@ Cost: one synchronous copy each way; an observed step is slower by that much. No
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 import weakref
@@ -120,23 +121,11 @@ class _Parked:
         self.node.release = max(self.node.release, self.state.ops.count)
 
 
-class _Handle:
-    """How one saved tensor looks at a parked storage."""
-
-    __slots__ = ("dtype", "geometry", "parked", "shell")
-
-    def __init__(self, parked: _Parked, tensor: torch.Tensor, shell: Shell | None) -> None:
-        self.parked = parked
-        self.shell = shell
-        self.dtype = tensor.dtype
-        self.geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def open(self) -> torch.Tensor:
-        with self.parked.state.silently():
-            storage = self.parked.open()
-            tensor = torch.empty(0, dtype=self.dtype, device=self.parked.state.device)
-            tensor.set_(storage, *self.geometry)
-            return tensor if self.shell is None else self.shell.around(tensor)
+def _opened(parked: _Parked, shape: Shape, shell: Shell | None) -> torch.Tensor:
+    """One saved tensor, as it looks at a parked storage."""
+    empty = torch.empty(0, dtype=shape.dtype, device=parked.state.device)  # a fake storage says another device
+    tensor = empty.set_(parked.open(), shape.offset, shape.size, shape.stride)
+    return tensor if shell is None else shell(tensor)
 
 
 class SavedTensorRecorder:
@@ -187,21 +176,21 @@ class SavedTensorRecorder:
                 if (record.index not in self.nodes or why == WRITTEN_IN_PARTS) and record.nbytes:
                     self.staying[record.index] = why
                 return self._stay(saved, record)
-            return _Handle(self._parked_for(record, tensor), tensor, shell_of(saved))
+            return functools.partial(_opened, self._parked_for(record, tensor), Shape.of(tensor), shell_of(saved))
 
     @never_compiled
     def _open(self, handle: Any) -> torch.Tensor:
         if isinstance(handle, torch.Tensor):
             return handle
         with self._state.silently():
-            return handle.open()
+            return handle()
 
     def _stay(self, tensor: torch.Tensor, record: Storage | None) -> Any:
         if record is not None:
             self.kept.add(record.index)
         weights = self._state.storages.weights
         if weights is not None and (held := weights.hold(tensor)) is not None:
-            return held
+            return held.open
         return tensor if tensor.grad_fn is None else tensor.detach()
 
     def _why_it_stays(self, tensor: torch.Tensor, record: Storage) -> str:
@@ -256,7 +245,7 @@ class SavedTensorRecorder:
             name=name,
             version=record.num_writes,
             saved=max(self._state.ops.count - 1, record.born),
-            shape=Shape(tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype),
+            shape=Shape.of(tensor),
             # Also of a retained input: how long its copy may take is counted from here.
             first_sequence=next_sequence_number() - self._state.ops.start_sequence,
             gathered=self._state.storages.gathered_now(),

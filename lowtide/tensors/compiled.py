@@ -1,4 +1,4 @@
-"""Compiled models: which parts of a model are compiled, and which forms are refused by name.
+"""Wrappers around forwards; compiled models: which parts of a model are compiled, and which forms are refused by name.
 
 What: lowtide decides about what autograd saves. A compiled part (`torch.compile(layer)`, `layer.compile()`, a compiled
 `forward`) saves what its compiler chose, and shows nothing else: it is one node. `compiled_parts` finds these.
@@ -16,6 +16,7 @@ saved tensor, if the compiler was imported. Not covered: compiled functions that
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -123,36 +124,103 @@ class CompiledMode(TorchDispatchMode):
         return True
 
 
-# -- around a compiled part --------------------------------------------------------------------------------------------
+# -- around a forward, or a compiled part ------------------------------------------------------------------------------
 
 
-class _Around:
-    """Stands in a compiled module's instance dictionary in place of its compiled call."""
+class ForwardPatch:
+    """A callable that replaces `module.forward` on one instance until `undo()`: it stands in the module's `__dict__`,
+    and calls the module's real forward inside whatever `around` does. Under `module.compile()` it stands in the place
+    of the compiled call, outside of what is compiled.
 
-    def __init__(self, name: str, module: nn.Module, call: Callable[..., Any], around: Around) -> None:
-        self._name, self._module, self._around = name, module, around
-        self.__wrapped__ = call
+    Why not module hooks: a wrapper unwinds by `finally`, also on KeyboardInterrupt, and it also sees
+    `model.forward(...)`. No class is touched, `state_dict` is unchanged, signatures look the same (`inspect.signature`
+    follows `__wrapped__`), and copies are plain: deep-copied or pickled, a module comes out with its ordinary forward.
+    Not covered: `nn.DataParallel`, whose replicas share the instance dictionary (refused by `apply`).
+    """
 
+    def __init__(
+        self,
+        module: nn.Module,
+        around: Callable[[Callable, tuple, dict], Any],
+        handle: Any = None,
+        *,
+        weights: Any = None,
+        is_below: bool = False,
+    ) -> None:
+        self.module = module
+        self.around: Any = around
+        self.weights = weights
+        """The handle of weights that this patch has come and go; None for a plan's patch."""
+        self.is_below = is_below or weights is not None
+        """It may stand under a plan's patch."""
+        self.handle = handle
+        """What the user got for the model whose patch this is; None for the patches of modules inside of it."""
+        self.slot = COMPILED_CALL if is_compiled_module(module) else "forward"
+        self.original = getattr(module, self.slot)
+        self._own_before = module.__dict__.get(self.slot)
+        self.is_active = True
+        self._came_off = False
+        functools.update_wrapper(self, self.original, updated=())
+        module.__dict__[self.slot] = self
+
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around((self._name, self._module), self.__wrapped__, args, kwargs)
+        if not self.is_active:
+            return self.original(*args, **kwargs)
+        refuse_compiled_call(self.module)
+        return self.around(self.original, args, kwargs)
+
+    def undo(self) -> None:
+        """Restore the module. If someone has wrapped this wrapper since, it stays in place and only passes through."""
+        self.is_active = False
+        if self.module.__dict__.get(self.slot) is not self:
+            return
+        self._came_off = True
+        if self._own_before is None:
+            del self.module.__dict__[self.slot]
+        else:
+            self.module.__dict__[self.slot] = self._own_before
+
+    def close(self) -> None:
+        """`undo`, for good: a graph that holds the module must not lead to the owner of this patch."""
+        self.undo()
+        self.around = self.weights = None
+
+    def again(self) -> ForwardPatch:
+        """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
+        way has looked `forward` up before its hooks ran."""
+        patch = self if self._came_off else ForwardPatch.__new__(ForwardPatch)
+        how: Any = {"weights": self.weights, "is_below": self.is_below}
+        patch.__init__(self.module, self.around, self.handle, **how)  # type: ignore[misc]
+        return patch
+
+    def __reduce__(self) -> tuple:
+        if self.weights is not None:
+            self.weights.check_copied()
+        if self._own_before is not None:
+            return (_same, (self._own_before,))
+        return (_plain_forward, (self.module,))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _plain_forward(module: nn.Module) -> Callable:
+    return types.MethodType(type(module).forward, module)
 
 
 @contextlib.contextmanager
 def calls_wrapped(parts: Mapping[str, nn.Module], around: Around) -> Iterator[None]:
     """Inside, each call of a compiled part goes through `around`, outside of what is compiled."""
-    before = []
-    for name, module in parts.items():
-        slot = COMPILED_CALL if is_compiled_module(module) else "forward"
-        before.append((vars(module), slot, vars(module).get(slot)))
-        vars(module)[slot] = _Around(name, module, getattr(module, slot), around)
+    patches = [
+        ForwardPatch(module, functools.partial(around, (name, module)), is_below=True) for name, module in parts.items()
+    ]
     try:
         yield
     finally:
-        for attributes, slot, value in before:
-            if value is None:
-                del attributes[slot]
-            else:
-                attributes[slot] = value
+        for patch in patches:
+            patch.undo()
 
 
 @contextlib.contextmanager
@@ -230,7 +298,7 @@ def _line_for(model: nn.Module) -> str:
 @not_traced
 def refuse_compiled_call(module: nn.Module) -> None:
     """Raise ConfigError if a wrapped forward of `module` was called by compiled code."""
-    # PlanRequest of torch's C code: importing the compiler would cost everybody seconds.
+    # Asked of torch's C code: importing the compiler would cost everybody seconds.
     if in_compiled_code():
         raise ConfigError(
             f"lowtide: {type(module).__name__} is under a lowtide plan and was compiled after that (torch.compile), "

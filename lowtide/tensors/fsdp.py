@@ -75,14 +75,18 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def sharded_parameters(model: nn.Module) -> set[int]:
     """Identities of the parameters that FSDP2 holds as shards; a DTensor of tensor parallelism alone is not one."""
-    groups = [group for module in fsdp_modules(model) for group in _known(fsdp_groups, module)]
-    return {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+    return {id(parameter.sharded_param) for parameter in _parameters(model)}
 
 
 def is_cut_twice(model: nn.Module) -> bool:
     """Whether FSDP2 holds shards of parameters that tensor parallelism had cut before."""
+    return any(_known(attrgetter("is_dtensor"), parameter) for parameter in _parameters(model))
+
+
+def _parameters(model: nn.Module) -> list[Any]:
+    """What FSDP2 keeps for each parameter of `model`."""
     groups = [group for module in fsdp_modules(model) for group in _known(fsdp_groups, module)]
-    return any(_known(attrgetter("is_dtensor"), parameter) for group in groups for parameter in group.fsdp_params)
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def is_gathered_of(gathered: torch.Tensor, shard: torch.Tensor) -> bool:
@@ -183,10 +187,7 @@ def _set_aside(model: nn.Module, modules: list[Any], gathered: dict[str, torch.T
 
 def gathered_storages(model: nn.Module) -> list[torch.UntypedStorage]:
     """The storages of gathered parameters, which FSDP2 empties and fills; those that exist yet."""
-    parameters = [
-        p for module in fsdp_modules(model) for group in _known(fsdp_groups, module) for p in group.fsdp_params
-    ]
-    found = [gathered_parameter(parameter) for parameter in parameters]
+    found = map(gathered_parameter, _parameters(model))
     return [local_part(tensor).untyped_storage() for tensor in found if tensor is not None]
 
 

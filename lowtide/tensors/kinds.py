@@ -166,6 +166,11 @@ def num_cached(module: nn.Module, cache: Any) -> int:
     return int(length(index or 0)) if callable(length) else len(cache)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter is; the host for a model without parameters."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def versions_of_parameters(module: nn.Module) -> list[int]:
     """How often each of its parameters has been written to in place; those of inference mode cannot be."""
     return [0 if parameter.is_inference() else version_of(parameter) for parameter in module.parameters()]

@@ -71,15 +71,18 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+_ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+)
 # How to read each setting, and how to write it. The general ones before those that they imply.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (get_function_state, set_function_state),
     (torch.get_num_threads, torch.set_num_threads),
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    *_ATTENTION,
     (get_attention_order, set_attention_order),  # `sdpa_kernel(..., set_priority=True)`
     (_cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp),
     (_backends.mha.get_fastpath_enabled, _backends.mha.set_fastpath_enabled),
@@ -101,6 +104,11 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     _attribute(_backends.mkldnn, "deterministic"),
 )
 _READ = tuple(read for read, _ in _SETTINGS)
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels scaled dot product attention may use. The switches are the process's, whatever the device."""
+    return tuple([read() for read, _ in _ATTENTION])
 
 
 class Modes:
@@ -176,6 +184,14 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.device_type is not None:
             set_device_states(self.devices, self.states, device_type=self.device_type)
+
+
+def autocasts() -> Iterator[tuple[str, torch.dtype]]:
+    """The autocasts that are on: on which type of device, to what."""
+    accelerator = torch.accelerator.current_accelerator()
+    for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            yield device_type, torch.get_autocast_dtype(device_type)
 
 
 def autocast_state(device_type: str) -> Callable[[], contextlib.AbstractContextManager]:

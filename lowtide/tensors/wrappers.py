@@ -16,7 +16,7 @@ Cost: two comparisons of strings for a tensor that is not plain; none for one th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -83,21 +83,8 @@ def in_guise(tensor: torch.Tensor, guise: tuple[Any, dict[str, Any]]) -> torch.T
     return tensor
 
 
-class Shell:
-    """A distributed tensor without its bytes: what it takes to put it around other ones."""
-
-    def __init__(self, tensor: Any) -> None:
-        names, self._context = tensor.__tensor_flatten__()
-        self._kind: Any = type(tensor)
-        self._name = names[0]
-        self._others = {name: getattr(tensor, name) for name in names[1:]}
-        self._size = tensor.size()
-        self._stride = tensor.stride()
-
-    def around(self, local: torch.Tensor) -> torch.Tensor:
-        """The distributed tensor whose local part is `local`."""
-        parts = {self._name: local, **self._others}
-        return self._kind.__tensor_unflatten__(parts, self._context, self._size, self._stride)
+Shell = Callable[[torch.Tensor], torch.Tensor]
+"""Gives the distributed tensor whose local part it is given."""
 
 
 def hollow(tensor: Any) -> torch.Tensor:
@@ -110,9 +97,14 @@ def hollow(tensor: Any) -> torch.Tensor:
     return alias
 
 
-def shell_of(tensor: torch.Tensor) -> Shell | None:
-    """What must be put around the plain tensor inside to have `tensor` again; None if that one will do.
+def shell_of(tensor: Any) -> Shell | None:
+    """What puts around the plain tensor inside what `tensor` has, without its bytes; None if that one will do.
 
     The result of a collective will do without its wrapper once it has arrived: torch's operators would unwrap it.
     """
-    return Shell(tensor) if is_distributed(tensor) else None
+    if not is_distributed(tensor):
+        return None
+    (name, *others), context = tensor.__tensor_flatten__()
+    beside = {other: getattr(tensor, other) for other in others}
+    make, size, stride = type(tensor).__tensor_unflatten__, tensor.size(), tensor.stride()
+    return lambda local: make({name: local, **beside}, context, size, stride)

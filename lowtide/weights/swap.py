@@ -46,9 +46,9 @@ from lowtide.optimizer.requests import check_names, engine_for, tiers_from
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
 from lowtide.profiling.layers import MIN_BYTES, can_move, find_layers, times_used
 from lowtide.runtime.saved.handle import Kept, Shared, open_handle
-from lowtide.runtime.session.forward_patch import ForwardPatch, patched_module
+from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.wrap import NO_HOOKS
-from lowtide.tensors.compiled import compiled_parts
+from lowtide.tensors.compiled import ForwardPatch, compiled_parts
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, swapped_weights_of
 from lowtide.tensors.optimizers import bare, parameters_of

@@ -43,7 +43,7 @@ def test_a_block_in_several_ranges_is_paired_byte_by_byte(monkeypatch: pytest.Mo
     for seed in range(20):
         r = Random(seed)
         slabs = [torch.zeros(r.randrange(200, 4000), dtype=torch.uint8) for _ in range(r.randrange(1, 5))]
-        ranges = [arena.Piece(slab, 0, len(slab)) for slab in slabs]
+        ranges = [(slab, 0) for slab in slabs]
         nbytes = sum(map(len, slabs)) - r.randrange(0, 150)
         block, data = arena.Block(nbytes, ranges), torch.randint(1, 255, (nbytes,), dtype=torch.uint8)
         for host, part in _pair_up(block, data):

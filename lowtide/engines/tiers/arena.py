@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import accumulate
 
 import torch
 
@@ -45,13 +45,8 @@ _APART_BYTES = 2**48
 """Between the places of two slabs in the range allocator: no slab is as long, so that none is another's neighbour."""
 
 
-class Piece(NamedTuple):
-    """A stretch of a slab: where it starts in the slab, and its place in the range allocator, which has all slabs."""
-
-    slab: torch.Tensor
-    start: int
-    size: int
-    place: int = 0
+Piece = tuple[torch.Tensor, int]
+"""A stretch of a slab, and its place in the range allocator, which has all slabs."""
 
 
 class Block:
@@ -66,20 +61,16 @@ class Block:
     def pieces(self) -> list[torch.Tensor]:
         """The block's memory. Valid until the block is freed; the caller keeps no slice beyond that."""
         assert self._pieces is not None, "the block was freed"
-        left = self.nbytes
-        tensors = []
-        for part in self._pieces:
-            length = min(part.size, left)
-            tensors.append(part.slab[part.start : part.start + length])
-            left -= length
-        return tensors
+        ends = accumulate(memory.numel() for memory, _ in self._pieces)
+        # The last one may be longer, up to the alignment.
+        return [memory[: memory.numel() - max(0, end - self.nbytes)] for (memory, _), end in zip(self._pieces, ends)]
 
     def part(self, start: int, nbytes: int) -> Block:
         """Some bytes of a block in one piece. Valid until the block is freed; it is not freed itself."""
         assert self._pieces is not None, "the block was freed"
         assert len(self._pieces) == 1
         assert start + nbytes <= self.nbytes
-        return Block(nbytes, [Piece(self._pieces[0].slab, self._pieces[0].start + start, nbytes)])
+        return Block(nbytes, [(self._pieces[0][0][start : start + nbytes], 0)])
 
 
 class Arena:
@@ -142,9 +133,9 @@ class Arena:
         pieces = block._pieces
         assert pieces is not None, "the block was freed before"
         block._pieces = None
-        for piece in pieces:
-            self.bytes_in_use -= piece.size
-            self._ranges.free(piece.place, piece.size)
+        for memory, place in pieces:
+            self.bytes_in_use -= memory.numel()
+            self._ranges.free(place, memory.numel())
 
     def trim(self) -> int:
         """Let go of every slab that is entirely free. Returns how many bytes that were."""
@@ -223,14 +214,14 @@ class Arena:
         assert place is not None
         self.bytes_in_use += size
         start = place % _APART_BYTES
-        return Piece(self._slabs[place - start], start, size, place)
+        return self._slabs[place - start][start : start + size], place
 
     def _gather(self, size: int) -> list[Piece]:
         """Pieces that are `size` long together, largest first. The caller has checked that they exist."""
         pieces = []
         while size > 0:
             pieces.append(self._take(min(self._ranges.largest_bytes, size)))
-            size -= pieces[-1].size
+            size -= pieces[-1][0].numel()
         return pieces
 
 

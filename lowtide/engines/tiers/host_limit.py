@@ -178,35 +178,25 @@ def _caps(user_bytes: int | None, root: Path) -> Iterator[HostLimit]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            yield from _version_2(root / "sys/fs/cgroup", path)
-            yield from _version_2(root / "sys/fs/cgroup/unified", path)
+            names = ("memory.max", "memory.high"), "memory.current", "inactive_file"
+            yield from _headroom(root / "sys/fs/cgroup", path, *names)
+            yield from _headroom(root / "sys/fs/cgroup/unified", path, *names)
         elif "memory" in controllers.split(","):
-            yield from _version_1(root / "sys/fs/cgroup/memory", path)
+            older = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+            yield from _headroom(root / "sys/fs/cgroup/memory", path, *older)
 
 
-def _version_2(mount: Path, path: str) -> Iterator[HostLimit]:
+def _headroom(mount: Path, path: str, limits: tuple[str, ...], used: str, reclaimable: str) -> Iterator[HostLimit]:
+    """Of a group and all above it. The names of files, and of what the kernel can drop, are those of its version."""
     for group in _ancestors(mount, path):
-        limits = [_number(group / name) for name in ("memory.max", "memory.high")]
-        reclaimable = _fields(group / "memory.stat").get("inactive_file", 0)
-        yield from _headroom(group, mount, limits, _number(group / "memory.current"), reclaimable)
-
-
-def _version_1(mount: Path, path: str) -> Iterator[HostLimit]:
-    for group in _ancestors(mount, path):
-        limits = [_number(group / "memory.limit_in_bytes")]
-        reclaimable = _fields(group / "memory.stat").get("total_inactive_file", 0)
-        yield from _headroom(group, mount, limits, _number(group / "memory.usage_in_bytes"), reclaimable)
-
-
-def _headroom(
-    group: Path, mount: Path, limits: list[int | None], used: int | None, reclaimable: int
-) -> Iterator[HostLimit]:
-    known = [limit for limit in limits if limit is not None and limit < _V1_UNLIMITED_BYTES]
-    if not known:
-        return
-    in_use = max((used or 0) - reclaimable, 0)
-    name = PurePosixPath("/") / group.relative_to(mount).as_posix()
-    yield HostLimit(limit_bytes=max(min(known) - in_use, 0), source=f"cgroup {name}", total_bytes=min(known))
+        known = [number for limit in limits if (number := _number(group / limit)) is not None]
+        lowest = min(known, default=_V1_UNLIMITED_BYTES)
+        if lowest >= _V1_UNLIMITED_BYTES:
+            continue
+        dropped = _fields(group / "memory.stat").get(reclaimable, 0)
+        in_use = max((_number(group / used) or 0) - dropped, 0)
+        name = PurePosixPath("/") / group.relative_to(mount).as_posix()
+        yield HostLimit(limit_bytes=max(lowest - in_use, 0), source=f"cgroup {name}", total_bytes=lowest)
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:

@@ -25,15 +25,15 @@ from lowtide.mindformers.schema.names import (
     LAYER,
     Found,
     Tree,
-    Verdict,
     check,
     find,
     is_within,
-    judge,
+    left_of_swap,
     lookup,
     matches_everything,
     nearest,
     operator_in,
+    recomputed_reader,
     roles_of,
 )
 from lowtide.mindformers.schema.recompute import SELECT_KEYS, Prefetch, Recompute
@@ -183,7 +183,12 @@ class Work:
             if not selection.covers(index):
                 continue
             if matches_everything(pattern):
-                self._everything(selection.path, pattern)
+                self.issues.tolerate(
+                    selection.path,
+                    f"'{pattern}' matches every name at its last level, where upstream crashes",
+                    meaning="every operator and module there",
+                    fix="name the parts, or the module around them",
+                )
             found = self._find(pattern, index, selection.path, is_default=selection.is_default)
             tree = self.trees[index] if only_operators and found.reading != "alias" else None
             for group in found.groups:
@@ -216,14 +221,6 @@ class Work:
             f"names the module '{name}', but {key} takes operators only",
             meaning="ignored",
             fix=f"name an operator in it, such as '{name}\\.{operator_in(name, self.trees)}'",
-        )
-
-    def _everything(self, path: str, pattern: str) -> None:
-        self.issues.tolerate(
-            path,
-            f"'{pattern}' matches every name at its last level, where upstream crashes",
-            meaning="every operator and module there",
-            fix="name the parts, or the module around them",
         )
 
     def _check_overlaps(self, names: dict[str, str], key: str, index: int) -> None:
@@ -259,7 +256,7 @@ class Work:
 
     def _swap(self, plan: LayerPlan, ops: list[str]) -> None:
         """Fill in which parts of a layer are swapped, and what recompute, that of `ops` too, leaves of each."""
-        index, is_full = plan.index, plan.full_recompute
+        index = plan.index
         asked: dict[str, tuple[Prefetch, str]] = {}
         entry = first_entry(self.swap.layers, index)
         if entry is not None:
@@ -279,49 +276,43 @@ class Work:
         if logged:
             self.lines.append(f"Set op_swap at layer {index}: {', '.join(logged)}")
         for target, (prefetch, path) in asked.items():
-            verdict = self._judge(target, path, index, ops, is_full=is_full)
-            if not verdict.is_swapped:
-                plan.swap_lost[target] = "the whole layer is recomputed" if is_full else "it is recomputed"
-                continue
-            plan.swap_ops[target] = prefetch
-            plan.why.setdefault(target, self.issues.where(path))
-            if verdict.holes:
-                plan.swap_holes[target] = list(verdict.holes)
-            if verdict.reader:
-                plan.swap_stays[target] = verdict.reader
+            self._weigh(plan, target, path, ops)
+            if target not in plan.swap_lost:
+                plan.swap_ops[target] = prefetch
+                plan.why.setdefault(target, self.issues.where(path))
 
-    def _judge(self, target: str, path: str, index: int, ops: list[str], *, is_full: bool) -> Verdict:
-        """What recompute leaves of a swapped part; says why for what it does not leave."""
+    def _weigh(self, plan: LayerPlan, target: str, path: str, ops: list[str]) -> None:
+        """Write down what recompute does not leave of a swapped part, and say why."""
+        index, tree = plan.index, self.trees[plan.index]
         what = "the layer" if target == LAYER else f"'{target}'"
-        if is_full:
-            self._lose(path, f"{what} is not swapped in {{layers}}: the whole layer is recomputed there", index)
-            return Verdict(is_swapped=False)
-        verdict = judge(target, ops, self.trees[index])
-        if verdict.reader:
-            inputs = ", ".join(f"'{name}'" for name in verdict.inputs)
+        holes = None if plan.full_recompute else left_of_swap(target, ops, tree)
+        if holes is None:
+            why = "the whole layer is recomputed" if plan.full_recompute else "it is recomputed"
+            plan.swap_lost[target] = why
+            self._lose(path, f"{what} is not swapped in {{layers}}: {why} there", index)
+            return
+        reader, read = recomputed_reader(target, ops, tree)
+        if reader:
+            plan.swap_stays[target] = reader
+            inputs = ", ".join(f"'{name}'" for name in read)
             self._lose(
                 path,
-                f"{what} is not swapped in {{layers}}: '{verdict.reader}' reads it and is recomputed there, so that it "
-                f"has to stay on the device; lowtide can swap what a recomputed part reads instead: take "
-                f"'{verdict.reader}' and {inputs} into the section 'memory', under recompute and under swap",
+                f"{what} is not swapped in {{layers}}: '{reader}' reads it and is recomputed there, so that it has to "
+                f"stay on the device; lowtide can swap what a recomputed part reads instead: take '{reader}' and "
+                f"{inputs} into the section 'memory', under recompute and under swap",
                 index,
             )
-        elif not verdict.is_swapped:
-            self._lose(path, f"{what} is not swapped in {{layers}}: it is recomputed there", index)
-        elif verdict.holes:
-            inner = ", ".join(f"'{name}'" for name in verdict.holes)
+        elif holes:
+            plan.swap_holes[target] = holes
+            inner = ", ".join(f"'{name}'" for name in holes)
             self._lose(path, f"of {what} the part {inner} is not swapped in {{layers}}: it is recomputed there", index)
-        if verdict.is_swapped and self._is_output(target, index) and self._next_recomputes(index):
+        is_output = target == LAYER or "layer_output" in roles_of(target, tree)
+        if is_output and self._next_recomputes(index):
             self._lose(
                 path,
                 f"the output of {{layers}} is not swapped with {what}: the layer after it reads it and is recomputed",
                 index,
             )
-        return verdict
-
-    def _is_output(self, target: str, index: int) -> bool:
-        """Does the part make what the next layer reads?"""
-        return target == LAYER or "layer_output" in roles_of(target, self.trees[index])
 
     def _next_recomputes(self, index: int) -> bool:
         """Does the next layer recompute what reads its input?"""

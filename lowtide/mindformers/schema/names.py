@@ -19,10 +19,10 @@ up. Three `.*` are allowed, four are not; a repetition inside a repetition seldo
 Cost: some microseconds an expression; at worst some milliseconds a name. Not covered: what is harmless because its
 characters exclude each other, as in `(\w+,)*`: refused like the others.
 
-Where recompute and swap name the same layer, `judge` says which parts are still swapped. What is recomputed is not:
-recompute frees the memory anyway. And what a recomputed part reads is not: recompute needs it again at a time of its
+Where recompute and swap name the same layer, what is recomputed is not swapped (`left_of_swap`): recompute frees the
+memory anyway. And what a recomputed part reads is not (`recomputed_reader`): recompute needs it again at a time of its
 own, so upstream keeps it on the device. If only some names inside a part are recomputed, the rest of the part is
-swapped, and `holes` lists the names that are not. A layer's output is read by the next layer: layers.py, which knows
+swapped, and the names that are not are its holes. A layer's output is read by the next layer: layers.py, which knows
 both, handles that case, and the profile of a step (mindformers/plan.py) what recomputed parts of a swapped layer read.
 """
 
@@ -324,36 +324,28 @@ LAYER = "<layer>"
 """The name of a layer as a whole among swapped parts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What becomes of one swapped part."""
-
-    is_swapped: bool
-    """Not recomputed itself. With a `reader` it stays on the device all the same."""
-    holes: tuple[str, ...] = ()
-    """Below it, but recomputed."""
-    reader: str = ""
-    """The recomputed part that reads it and for which it stays on the device."""
-    inputs: tuple[str, ...] = ()
-    """All that the reader reads: what can be swapped instead."""
-
-
-def judge(target: str, recomputed: Sequence[str], tree: Tree | None) -> Verdict:
-    """Is `target` still swapped when these parts of its layer are recomputed?"""
+def left_of_swap(target: str, recomputed: Sequence[str], tree: Tree | None) -> list[str] | None:
+    """What lies in `target` and is recomputed with these parts of its layer; None where all of it is."""
     if any(target != LAYER and is_within(target, outer) for outer in recomputed):
-        return Verdict(is_swapped=False)
+        return None
     inside = [name for name in recomputed if target == LAYER or is_within(name, target)]
     if inside and tree is not None:
         operators = operators_below(target, tree)
         if target == LAYER:
             operators = [name for name in all_names(tree) if not lookup(name, tree)]
         if all(any(is_within(operator, outer) for outer in inside) for operator in operators):
-            return Verdict(is_swapped=False, holes=tuple(inside))
+            return None
+    return inside
+
+
+def recomputed_reader(target: str, recomputed: Sequence[str], tree: Tree | None) -> tuple[str, list[str]]:
+    """The recomputed part that reads `target`, which stays on the device for it, and all that its reader reads, which
+    can be swapped instead. Empty where there is none."""
     for reader in _readers(target, tree) if target != LAYER else ():
         for outer in recomputed:
             if is_within(reader, outer) and not is_within(outer, target):
-                return Verdict(is_swapped=True, reader=outer, inputs=tuple(_inputs(reader, tree)))
-    return Verdict(is_swapped=True, holes=tuple(inside))
+                return outer, _inputs(reader, tree)
+    return "", []
 
 
 def roles_of(name: str, tree: Tree | None) -> set[str]:

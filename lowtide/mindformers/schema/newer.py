@@ -265,10 +265,7 @@ class _NewerReader:
         for index, paths in sorted(by_layer.items()):
             for name, path in paths.items():
                 if not any(other != name and is_within(name, other) for other in paths):
-                    chosen.setdefault(_pattern(name), ([], path))[0].append(index)
+                    # The expression of the older schema that names exactly this part.
+                    pattern = r"\.".join(map(re.escape, name.split(".")))
+                    chosen.setdefault(pattern, ([], path))[0].append(index)
         return {pattern: Selection(shown=layers, path=path) for pattern, (layers, path) in chosen.items()}
-
-
-def _pattern(name: str) -> str:
-    """The expression of the older schema that names exactly this part."""
-    return r"\.".join(map(re.escape, name.split(".")))

@@ -46,26 +46,26 @@ class _Place:
 class _Expansion:
     def __init__(self, trace: Trace, run: Run) -> None:
         self.trace = trace
-        self.run = run
+        first, second, *self.skipped, last = run
         spans: dict[str, Span] = {}
         for span in trace.spans:
             if span.name in spans:
                 raise CannotSkipError
             spans[span.name] = span
-        if any(name not in spans for name in (run.first, run.second, *run.skipped, run.last)):
+        if any(name not in spans for name in run):
             raise CannotSkipError
-        self.first, self.model, self.last = (self._place(spans[n]) for n in (run.first, run.second, run.last))
+        self.first, self.model, self.last = (self._place(spans[name]) for name in (first, second, last))
         if self.last.end - self.last.first != self.model.end - self.model.first:
             raise CannotSkipError
         # What runs between layers would have seen a skipped layer's input and output as one tensor.
         if self.model.end != self.last.first or self.last.back_end != self.model.back:
             raise CannotSkipError
-        model_span = spans[run.second]
+        model_span = spans[second]
         length, back_length = self.model.end - self.model.first, self.model.back_end - self.model.back
         self.num_sequences = model_span.end_sequence - model_span.first_sequence
         inserts, sequences = [], []
         points = []
-        for name in run.skipped:
+        for name in self.skipped:
             span = spans[name]
             back = self._back_point(span.first_sequence)
             points.append((span.first_op, back, span.first_sequence))
@@ -103,7 +103,7 @@ class _Expansion:
             back_start = self.shift.end(back) + sum(back_length for other in points[number + 1 :] if other[1] == back)
             before = sum(self.num_sequences for other in points[:number] if other[2] == sequence)
             yield _Place(
-                self.run.skipped[number],
+                self.skipped[number],
                 start,
                 start + length,
                 back_start,

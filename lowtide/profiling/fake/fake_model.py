@@ -18,13 +18,13 @@ import contextlib
 import gc
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
+from lowtide.tensors.compiled import ForwardPatch
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     FakeTensor,
@@ -168,14 +168,8 @@ class CannotSkipError(Exception):
     """The layers look equal but cannot stand for each other: trace all of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Equal layers in a row: `first`, `second`, then those that are not run, then `last`."""
-
-    first: str
-    second: str
-    skipped: tuple[str, ...]
-    last: str
+Run = tuple[str, ...]
+"""Equal layers in a row, four or more. The first two and the last are run."""
 
 
 def find_runs(model: nn.Module, layers: tuple[str, ...]) -> tuple[Run, ...]:
@@ -192,11 +186,7 @@ def find_runs(model: nn.Module, layers: tuple[str, ...]) -> tuple[Run, ...]:
         else:
             runs.append([name])
         previous = None if is_alone else looks
-    return tuple(
-        Run(first=run[0], second=run[1], skipped=tuple(run[2:-1]), last=run[-1])
-        for run in runs
-        if len(run) > _NUM_TRACED
-    )
+    return tuple(tuple(run) for run in runs if len(run) > _NUM_TRACED)
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
@@ -233,24 +223,13 @@ def _plain_attributes(module: nn.Module) -> tuple:
 def skipping(model: nn.Module, runs: tuple[Run, ...]) -> Iterator[None]:
     """Inside, the skipped layers of `runs` give their input back."""
     modules = dict(model.named_modules())
-    hooks, patched = [], []
-    try:
-        for run in runs:
+    with contextlib.ExitStack() as undo:
+        for _, second, *skipped, _ in runs:
             note, stand_in = _template()
-            hooks.append(modules[run.second].register_forward_hook(note))
-            for name in run.skipped:
-                own = modules[name].__dict__
-                patched.append((own, own.get("forward")))
-                own["forward"] = stand_in
+            undo.callback(modules[second].register_forward_hook(note).remove)
+            for name in skipped:
+                undo.callback(ForwardPatch(modules[name], stand_in, is_below=True).undo)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for own, before in patched:
-            if before is None:
-                own.pop("forward", None)
-            else:
-                own["forward"] = before
 
 
 def _template() -> tuple[Callable, Callable]:
@@ -265,7 +244,7 @@ def _template() -> tuple[Callable, Callable]:
         others = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]  # which hold no tensor
         seen[:] = [(others, spec, (tensors[0].shape, tensors[0].dtype))]
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
+    def stand_in(forward: Callable, args: tuple, kwargs: dict) -> Any:
         hidden = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
         if hidden is None or not seen or (hidden.shape, hidden.dtype) != seen[0][2]:
             raise CannotSkipError

@@ -307,7 +307,7 @@ def _trace(
     recorder = StepRecorder(
         device=torch.device("cpu"), clock=clock, stash=fake_stash(), layers=layers, codec_of=codec_of
     )
-    recorder.watch.skipped = frozenset(name for run in runs for name in run.skipped)
+    recorder.watch.skipped = frozenset(name for run in runs for name in run[2:-1])
     with contextlib.ExitStack() as stack:
         before = stack.enter_context(untouched(model, (batch, loss), torch.device("cpu")))
         ends = Ends(before, lambda tensor: fake_of(tensor.detach(), mode))

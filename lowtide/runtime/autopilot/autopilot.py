@@ -46,7 +46,6 @@ from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import BudgetError, RecomputeRefusedError
 from lowtide.profiling.layers import find_layers, named_layers
-from lowtide.profiling.observe_step import device_of
 from lowtide.profiling.state_bytes import other_bytes
 from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
 from lowtide.runtime.autopilot.measure import Correction, StepWatch
@@ -61,6 +60,7 @@ from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
 from lowtide.runtime.session.together import JointStepError
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
 from lowtide.tensors.ranks import any_rank, check_group, has_company
 from lowtide.tensors.snapshot import why_not_rerun
@@ -175,7 +175,8 @@ class Autopilot:
         if not has_diverged or tide is None or self.model_state.num_unseen >= _MOST_UNSEEN:
             return
         failed, refused, _ = what_failed(tide, self.planner.facts)
-        if not (failed or refused or has_company(self.planner.group) or why_not_rerun(self._tides.model, (), {})):
+        is_known = failed or refused or has_company(self.planner.consensus.group)
+        if not (is_known or why_not_rerun(self._tides.model, (), {})):
             self.model_state.num_unseen += 1
 
     def _replan_for_all(self) -> None:
@@ -203,7 +204,8 @@ class Autopilot:
         key = self.table.cover(bucket)
         if key is None or key == bucket:
             return key
-        return key if self.planner.keeps_budget(self.table[key].plan) else None
+        predicted = self.table[key].plan.predicted
+        return key if predicted is None or predicted.peak_bytes <= self.planner.budget_bytes else None
 
     def _with_state_of_now(self, key: ShapeBucket) -> dict[str, Any]:
         """The model is again as it was when the plan of `key` was made. Meanwhile its optimizer may have got state of
@@ -241,9 +243,7 @@ class Autopilot:
             of = (self._tides.model, self._tides.placed.optimizer, (args, kwargs), device_of(self._tides.model))
             self._foreign_bytes = other_bytes(*of, self._tides.engine.device_bytes)
             self._warn_of_other_models()
-        buckets = [key]
-
-        foreign_bytes = self._foreign_bytes
+        buckets, foreign_bytes = [key], self._foreign_bytes
 
         def planned(profile: Profile) -> ShapePlan:
             profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, others=foreign_bytes))
@@ -255,7 +255,9 @@ class Autopilot:
             if same is not None:
                 self.model_state.ignore(same.model, key.model)
                 buckets.append(self.table.bucket(args, kwargs, model=self.model_state.look()))
-            return self.planner.first(profile, is_joint=is_first or self.planner.consensus.is_together)
+            is_joint = is_first or self.planner.consensus.is_together
+            plan = self.planner.agreed(profile, self.planner.budget_bytes, is_joint=is_joint)
+            return ShapePlan(profile=profile, plan=plan)
 
         try:
             shape = self._tides.observe(args, kwargs, planned, why=why)
@@ -350,7 +352,7 @@ class Autopilot:
         self.watch.begin(tide)
         is_joint = self._decide("review")
         is_wrong = correction is not None
-        if any_rank(is_wrong, self.planner.group) if is_joint else is_wrong:
+        if any_rank(is_wrong, self.planner.consensus.group) if is_joint else is_wrong:
             self._correct(shape, correction, pass_bytes, is_joint=is_joint)
 
     def _tell_first(self, shape: ShapePlan, stats: Stats) -> None:
@@ -379,7 +381,7 @@ class Autopilot:
             shape.num_reviews += NUM_REVIEWS
             shape.has_more_loop_bytes = False
             is_above = has_more_loop_bytes or pass_bytes > self.planner.budget_bytes
-            if is_joint and any_rank(self._is_beginning and is_above, self.planner.group):
+            if is_joint and any_rank(self._is_beginning and is_above, self.planner.consensus.group):
                 refusal = self.planner.first_step_error(pass_bytes, needed_bytes)
                 self._tides.remove()
                 self._tides.refuse(refusal)

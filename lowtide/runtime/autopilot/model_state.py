@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.modes import attention_kernels
 from lowtide.tensors.private import BACKWARD_HOOKS, FORWARD_HOOKS, own_modules, own_parameters
 
 _PLAIN = frozenset((bool, int, float, str, type(None), frozenset))
@@ -120,7 +121,7 @@ class ModelState:
         parameters = chain.from_iterable(map(dict.values, self._parameters))
         trained = tuple([(p.requires_grad, p.dtype) for p in parameters if p is not None])
         hooks = tuple([(number, *codes) for number, own in enumerate(self._hooks) if own and (codes := _codes(own))])
-        return self.num_structures, trained, hooks, self._settings(), _attention(), self.num_unseen
+        return self.num_structures, trained, hooks, self._settings(), attention_kernels(), self.num_unseen
 
     def _settings(self) -> tuple[Any, ...]:
         found = tuple(map(dict.get, *self._places))
@@ -179,14 +180,3 @@ def _codes(hooks: dict[int, Any]) -> list[Any]:
     inner = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks.values()]
     foreign = [hook for hook in inner if not str(getattr(hook, "__module__", "")).startswith("lowtide.")]
     return [getattr(getattr(hook, "__func__", hook), "__code__", type(hook)) for hook in foreign]
-
-
-def _attention() -> tuple[bool, ...]:
-    """Which kernels scaled dot product attention may use. The switches are the process's, whatever the device."""
-    switches = torch.backends.cuda
-    return (
-        switches.flash_sdp_enabled(),
-        switches.mem_efficient_sdp_enabled(),
-        switches.math_sdp_enabled(),
-        switches.cudnn_sdp_enabled(),
-    )

@@ -24,8 +24,8 @@ from lowtide.planner.advice import ACTIVATIONS, HALF_A_BATCH, LOSS, Change
 from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.profiling.fake.trace import trace
-from lowtide.profiling.observe_step import device_of
 from lowtide.tensors.compiled import refuse_compiled
+from lowtide.tensors.kinds import device_of
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware, memory_of_hardware
 
@@ -62,11 +62,10 @@ def plan(
     chosen = name if isinstance(name, Hardware) else load_hardware(name)
     if progress is not None:
         progress("tracing one step")
-    say = progress or _say_nothing
     named = hardware is not None
     config, budget_bytes, line = config.settled(lambda: memory_of_hardware(chosen) if named else memory_of_model(model))
-    if line:
-        say(line)
+    if line and progress is not None:
+        progress(line)
     with attach_where(model, **config.slices_loss):
         profile = trace(model, batch, hardware=chosen, loss=loss, optimizer=optimizer)
     how: Any = {"link": chosen.link, "costs": HOST_COSTS, "progress": progress}
@@ -124,7 +123,3 @@ def hardware_of_device(device: torch.device) -> str:
             "the path of a TOML file of your own"
         )
     return max(names, key=len)
-
-
-def _say_nothing(line: str) -> None:
-    pass

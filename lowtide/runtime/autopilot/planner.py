@@ -43,6 +43,7 @@ from lowtide.runtime.autopilot.facts import Facts
 from lowtide.runtime.session.consensus import PlanConsensus, agreed
 from lowtide.runtime.session.shapes import ShapePlan
 from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.kinds import device_of
 from lowtide.units import format_bytes
 
 # The guard begins to spill a fiftieth below its limit (spill.py).
@@ -70,7 +71,6 @@ class Planner:
         assert isinstance(config.budget, int)
         self.config = config
         """The rules and the budget that plans are made under."""
-        self.group = group
         self.consensus = PlanConsensus(group, config.budget)
         self.facts = Facts()
         """Replaced whenever a step shows something new; plans that are made from then on know it."""
@@ -101,9 +101,8 @@ class Planner:
         """How fast bytes leave the device and come back: measured once for a machine (engines/bandwidth.py)."""
         if self.facts.link is not None:
             return
-        device = next(parameter.device for parameter in self._model.parameters())
         place = str(self.config.disk_path or "")
-        link = measure_link(self._engine, device, place=place, cache=cache_path())
+        link = measure_link(self._engine, device_of(self._model), place=place, cache=cache_path())
         rates = [format_bytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second)]
         LOG.info("lowtide: link: %s/s out, %s/s in; this machine's are kept in %s", *rates, cache_path())
         self.know(link=link)
@@ -165,17 +164,13 @@ class Planner:
             plan = self.nearest(profile, budget_bytes)
         except BudgetError as refusal:
             error = refusal.with_traceback(None)  # its frames would be a cycle, and hold this forward's output
-        common = agreed(plan, error, self.group)
+        common = agreed(plan, error, self.consensus.group)
         # With other shapes the first rank's plan is not one for this rank.
         return common if plan is None or self.consensus.is_together else plan
 
     def again(self, shape: ShapePlan, *, is_joint: bool) -> Plan:
         """Another plan for the same shapes, with what is known by now. Raises BudgetError where none will do."""
         return self.agreed(shape.profile, self.budget_for(shape), is_joint=is_joint)
-
-    def first(self, profile: Profile, *, is_joint: bool) -> ShapePlan:
-        """A plan for what was just observed. Raises BudgetError where none will do."""
-        return ShapePlan(profile=profile, plan=self.agreed(profile, self.budget_bytes, is_joint=is_joint))
 
     # -- several forward passes before a backward pass ---------------------------------------------------------------
 
@@ -233,10 +228,6 @@ class Planner:
         return max(0, plan.predicted.forward_held_bytes - there)
 
     # -- beside a plan ----------------------------------------------------------------------------------------------
-
-    def keeps_budget(self, plan: Plan) -> bool:
-        """Whether it keeps the budget by its own account."""
-        return plan.predicted is None or plan.predicted.peak_bytes <= self.budget_bytes
 
     def warn_if_over(self, plan: Plan, shapes: Iterable[tuple[int, ...]]) -> None:
         """Warn where the plan for inputs of these shapes needs more than the budget, once for each that needs more than

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from lowtide.core.decisions import SiteDecision
-from lowtide.core.fate import Fate
 from lowtide.core.rules import Decision, Rules
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.spill import Guard
@@ -96,15 +95,12 @@ class SavedTensorEntry:
     dtype: torch.dtype
     num_dims: int
     producer: type
-    fate: Fate
+    decision: Decision | SiteDecision
     is_counted: bool
     """The first tensor of a storage that counts as an activation; parameters, inputs and further views do not."""
     is_activation: bool = False
     """It is counted, or a further view of what is."""
     origin: TensorOrigin | None = None
-    tier: str | None = None
-    distance: int | None = None
-    leave: int | None = None
     is_planned: bool = True
     """A solved plan knows it, or rules decide."""
     node: Node | None = None

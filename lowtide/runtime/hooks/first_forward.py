@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.rules import Decision, Rule
+from lowtide.core.text_table import first_few
 from lowtide.profiling.producer_names import Recorder
 from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry
 from lowtide.runtime.recompute.recipe_graph import Node
@@ -86,9 +87,8 @@ class FirstForward:
 
         `is_output`: it is a dropped output of a module, which is recomputed by running the module again.
         """
-        entry = SavedTensorEntry(
-            saved.tensor.dtype, saved.tensor.dim(), type(saved.grad_fn), Fate.KEEP, is_counted=False
-        )
+        tensor, producer = saved.tensor, type(saved.grad_fn)
+        entry = SavedTensorEntry(tensor.dtype, tensor.dim(), producer, _NO_ACTIVATION, is_counted=False)
         if self._recorder is not None and self._given is None:
             refuse_compiled_part(self._recorder.path)
         if not self._is_activation(saved, layer):
@@ -102,11 +102,8 @@ class FirstForward:
         if known is None:
             self._recorded[key] = (StorageWeakRef(saved.storage), name)
         nbytes = saved.storage.nbytes()
-        decision = self._decide(name, saved, nbytes, is_output=is_output)
-        entry.fate = decision.fate
+        entry.decision = decision = self._decide(name, saved, nbytes, is_output=is_output)
         entry.is_counted = known is None
-        entry.tier = decision.tier.value if decision.tier else None
-        entry.distance = decision.prefetch
         if self._context.nodes is not None:
             self._plan_entry(entry, self._context.nodes, name, nbytes)
         if known is None:
@@ -124,7 +121,7 @@ class FirstForward:
         if name is not None and self._recorded_name(key) is None:
             self._recorded[key] = (StorageWeakRef(saved.storage), name)
             reason = self._context.rules.decide(name).reason
-            self._note_site(name, saved, layer, Decision(fate=Fate.RECOMPUTE, prefetch=None, tier=None, reason=reason))
+            self._note_site(name, saved, layer, Decision(fate=Fate.RECOMPUTE, reason=reason))
         return True
 
     def _is_activation(self, saved: Saved, layer: LayerTable) -> bool:
@@ -146,10 +143,10 @@ class FirstForward:
         seen = self._recorded.get(key)
         return None if seen is None or seen[0].expired() else seen[1]
 
-    def _decide(self, name: str, saved: Saved, nbytes: int, *, is_output: bool) -> Decision:
+    def _decide(self, name: str, saved: Saved, nbytes: int, *, is_output: bool) -> Decision | SiteDecision:
         if is_output:
             reason = self._context.rules.decide(name).reason
-            return Decision(fate=Fate.RECOMPUTE, prefetch=None, tier=None, reason=reason)
+            return Decision(fate=Fate.RECOMPUTE, reason=reason)
         assert self._recorder is not None
         if saved.storage is not None and saved.key in self._recorder.statistics:
             return _kept("a batch norm writes to it, which no version counts")
@@ -162,7 +159,7 @@ class FirstForward:
             return _kept(f"not a plain tensor on {self._context.scheduler.engine.device}; {decision.reason}")
         return decision
 
-    def _decide_as_planned(self, node: Node | None, saved: Saved) -> Decision:
+    def _decide_as_planned(self, node: Node | None, saved: Saved) -> Decision | SiteDecision:
         planned = node.decision if node is not None else None
         if planned is None:
             return _kept("the plan does not know it")
@@ -172,7 +169,7 @@ class FirstForward:
             return _kept("to be recomputed with its layer, but saved outside of it")
         if planned.fate is Fate.SWAP and not saved.is_movable:
             return _kept(f"not a plain tensor on {self._context.scheduler.engine.device}")
-        return Decision(fate=planned.fate, prefetch=planned.prefetch, tier=planned.tier, reason=planned.reason)
+        return planned
 
     def _plan_entry(self, entry: SavedTensorEntry, nodes: dict[str, Node], name: str, nbytes: int) -> None:
         """What a solved plan says about a saved tensor beyond its fate."""
@@ -183,12 +180,11 @@ class FirstForward:
                 self._context.unplanned[name] = nbytes
             return
         node.was_seen = True
-        entry.leave = node.decision.leave
-        is_start = node.is_input and (entry.is_counted or entry.fate is Fate.SWAP)
+        is_start = node.is_input and (entry.is_counted or entry.decision.fate is Fate.SWAP)
         takes_part = node.is_made or node.is_encoded or is_start
-        entry.node = node if takes_part and entry.fate is node.decision.fate else None
+        entry.node = node if takes_part and entry.decision.fate is node.decision.fate else None
 
-    def _note_site(self, name: str, saved: Saved, layer: LayerTable, decision: Decision) -> None:
+    def _note_site(self, name: str, saved: Saved, layer: LayerTable, decision: Decision | SiteDecision) -> None:
         assert saved.storage is not None
         self._context.sites.setdefault(
             name,
@@ -206,7 +202,10 @@ class FirstForward:
 
 
 def _kept(reason: str) -> Decision:
-    return Decision(fate=Fate.KEEP, prefetch=None, tier=None, reason=reason)
+    return Decision(fate=Fate.KEEP, reason=reason)
+
+
+_NO_ACTIVATION = _kept("no activation")
 
 
 # -- whether it was the forward that the plan was made for -------------------------------------------------------------
@@ -255,8 +254,7 @@ def _must_appear(node: Node) -> bool:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+    return first_few([f"'{name}'" for name in names], 3)
 
 
 def warn_about_idle_regions(context: PlanContext) -> None:

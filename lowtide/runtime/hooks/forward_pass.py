@@ -30,7 +30,9 @@ from typing import Any
 
 import torch
 
+from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
+from lowtide.core.rules import Decision
 from lowtide.recipes.proof import OperatorLog
 from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry, is_same_producer
 from lowtide.runtime.hooks.first_forward import FirstForward
@@ -221,7 +223,7 @@ class ForwardPass:
         """Decide by name, remember the decision for this position, and carry it out."""
         entry = self.first.entry_of(saved, self.at.layer, is_output=self.regions.find(saved) is not None)
         entry.origin = TensorOrigin.of(saved.tensor)
-        entry.is_simple = entry.fate is Fate.KEEP and entry.node is None and entry.is_planned
+        entry.is_simple = entry.decision.fate is Fate.KEEP and entry.node is None and entry.is_planned
         self.at.recording.append(entry)
         return self._carry_out(saved, entry)
 
@@ -234,14 +236,14 @@ class ForwardPass:
             return self._keep(saved, is_counted=False)
         if fallback.fate is not Fate.SWAP or saved.storage.nbytes() < self.context.min_bytes:
             return self._keep(saved, is_counted=True, is_planned=False)
-        return self._swap(saved, fallback.tier.value if fallback.tier else None, fallback.prefetch)
+        return self._swap(saved, fallback)
 
     def _carry_out(self, saved: Saved, entry: SavedTensorEntry) -> Any:
         if entry.node is not None:
             return self._attach(saved, entry, entry.node)
-        if entry.fate is Fate.SWAP:
-            return self._swap(saved, entry.tier, entry.distance, entry.leave)
-        if entry.fate is Fate.RECOMPUTE:
+        if entry.decision.fate is Fate.SWAP:
+            return self._swap(saved, entry.decision)
+        if entry.decision.fate is Fate.RECOMPUTE:
             return self._rerun(saved)
         return self._keep(saved, is_counted=entry.is_counted, is_planned=entry.is_planned)
 
@@ -280,7 +282,7 @@ class ForwardPass:
             kept.bytes_of = self.context.scheduler.ledger.hold(kept, nbytes)
         return kept
 
-    def _swap(self, saved: Saved, tier: str | None, distance: int | None, leave: int | None = None) -> Any:
+    def _swap(self, saved: Saved, decision: Decision | SiteDecision) -> Any:
         if not saved.is_movable:
             return self._keep(saved, is_counted=False)
         tensor, storage = saved.tensor, saved.storage
@@ -289,8 +291,8 @@ class ForwardPass:
         version, part = version_of(tensor), part_of(tensor)
         site = self.context.scheduler.find(storage, version, part)
         if site is None:
-            site = self.context.scheduler.enroll(self.queue, storage, version, distance, part)
-            self.departures.add(site, tier, leave, sequence)
+            site = self.context.scheduler.enroll(self.queue, storage, version, decision.prefetch, part)
+            self.departures.add(site, decision.tier, decision.leave, sequence)
         site.num_readers += 1
         site.last_use = sequence
         return Shared(site, tensor)
@@ -322,8 +324,8 @@ class ForwardPass:
             source.note_saved(next_sequence_number())
             source.add_readers(1)
             return Shared(source, tensor, self.follower)
-        if entry.fate is Fate.SWAP:
-            handle = self._swap(saved, entry.tier, entry.distance, entry.leave)
+        if entry.decision.fate is Fate.SWAP:
+            handle = self._swap(saved, entry.decision)
             if isinstance(handle, Shared):
                 recipe_graph.add(node, HeldSource(handle, tensor))
             return handle
@@ -355,9 +357,8 @@ class ForwardPass:
             self.context.scheduler.on_buffer(storage)
         if decision.fate is Fate.KEEP:
             return HeldSource(self._hold(form, is_counted=True), form)
-        tier = decision.tier.value if decision.tier else None
         site = self.context.scheduler.enroll(self.queue, storage, version_of(form), decision.prefetch, part_of(form))
-        self.departures.add(site, tier, decision.leave, next_sequence_number())
+        self.departures.add(site, decision.tier, decision.leave, next_sequence_number())
         return HeldSource(Shared(site, form), form)
 
     def next_call(self, kind: str, name: str) -> int:
@@ -398,11 +399,7 @@ class ForwardPass:
             if recipe_graph.make(node, tensor) is None:
                 self._miss()
             return
-        if decision.fate is Fate.SWAP:
-            tier = decision.tier.value if decision.tier else None
-            handle = self._swap(saved, tier, decision.prefetch, decision.leave)
-        else:
-            handle = self._keep(saved, is_counted=True)
+        handle = self._swap(saved, decision) if decision.fate is Fate.SWAP else self._keep(saved, is_counted=True)
         source = HeldSource(handle, tensor)
         source.add_readers(-1)  # autograd does not read it; its readers are the recipes
         recipe_graph.add(node, source)

@@ -26,7 +26,7 @@ to plain autograd (runtime/hooks/forward_pass.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,13 +35,6 @@ from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.private import is_view, version_of
 from lowtide.tensors.view import TensorOrigin, View, modified_error
 from lowtide.tensors.wrappers import hollow, shell_of
-
-
-class StorageSource(Protocol):
-    """What owns a storage that several saved tensors may view."""
-
-    def read(self) -> torch.UntypedStorage:
-        """The storage with the bytes of the forward pass, on the device, for one of its readers."""
 
 
 class Kept:
@@ -95,12 +88,13 @@ class Kept:
 class Shared:
     """A saved tensor that views a storage, which other saved tensors may view too.
 
-    `source.read()` brings the storage back, fetched or recomputed. `on_open`: as in `Kept`.
+    `source` owns it: `source.read()` gives the storage with the bytes of the forward pass, fetched or recomputed, for
+    one of its readers. `on_open`: as in `Kept`.
     """
 
     __slots__ = ("on_open", "source", "view")
 
-    def __init__(self, source: StorageSource, tensor: torch.Tensor, on_open: Callable[[], None] | None = None) -> None:
+    def __init__(self, source: Any, tensor: torch.Tensor, on_open: Callable[[], None] | None = None) -> None:
         self.source = source
         self.on_open = on_open
         self.view = View(tensor)
@@ -147,4 +141,4 @@ class Wrapped:
             like = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
             raise modified_error(like, self.size, version_of(self.alias), self.version, self.origin)
         local = self.local.open()
-        return local if self.shell is None else self.shell.around(local)
+        return local if self.shell is None else self.shell(local)

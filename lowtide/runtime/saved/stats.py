@@ -10,10 +10,10 @@ peak is reported instead.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import deque
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 from lowtide.engines.base import Engine
 
@@ -149,33 +149,21 @@ class Ledger:
                 continue  # another thread was faster
 
 
-@dataclass(slots=True)
-class Counters:
-    """The tally behind `Stats`."""
+_COMPUTED = frozenset({"saved_bytes", "peak_device_bytes", "num_unplanned", "host_bytes", "disk_bytes"})
+COUNTED = tuple(field.name for field in fields(Stats) if field.name not in _COMPUTED)
+"""Fields of `Stats` that are counted where it happens."""
 
-    aliased_bytes: int = 0
-    retained_input_bytes: int = 0
-    copied_in_bytes: int = 0
-    copied_out_bytes: int = 0
-    function_bytes: int = 0
-    kept_bytes: int = 0
-    narrowed_bytes: int = 0
-    recomputed_bytes: int = 0
-    spilled_bytes: int = 0
-    swapped_bytes: int = 0
-    num_divergences: int = 0
-    num_forwards: int = 0
-    num_kept_for_lack_of_room: int = 0
-    num_over_limit: int = 0
-    num_retries: int = 0
-    num_spills: int = 0
-    num_skipped_calls: int = 0
-    stall_seconds: float = 0.0
+
+class Counters(SimpleNamespace):
+    """The tally behind `Stats`: an attribute for each name in `COUNTED`."""
+
+    def __init__(self, **counted: float) -> None:
+        super().__init__(**dict.fromkeys(COUNTED, 0) | counted)
 
     def totals(self, engine: Engine, *, peak_bytes: int, since_seconds: float = 0.0, num_unplanned: int = 0) -> Stats:
         """What users see. `since_seconds`: the stalls of the engine when this tally began."""
         in_use = engine.memory_in_use()
-        counted = dataclasses.asdict(self)
+        counted = dict(vars(self))
         counted["stall_seconds"] += engine.stall_seconds() - since_seconds
         without_plan = self.kept_bytes + self.swapped_bytes + self.recomputed_bytes + self.narrowed_bytes
         return Stats(
@@ -188,5 +176,4 @@ class Counters:
         )
 
     def reset(self) -> None:
-        for counter in fields(self):
-            setattr(self, counter.name, counter.default)
+        vars(self).update(dict.fromkeys(COUNTED, 0))

@@ -126,7 +126,7 @@ def check_patterns(model: nn.Module, plan: Plan, *, is_part: bool = False) -> No
         if rule.fate is Fate.RECOMPUTE and rule.pattern.text == "*":
             if not plan.layers:
                 raise ConfigError(
-                    f"{_at(rule)}recompute: all needs layers, and no repeated block was found in this model; name "
+                    f"{rule.at}recompute: all needs layers, and no repeated block was found in this model; name "
                     "them with layers: [...]"
                 )
             continue
@@ -150,10 +150,6 @@ def _may_be_an_op(rule: Rule, names: list[str]) -> bool:
         return False  # no operator is called by a number
     above = type(rule.pattern)(text=rule.pattern.text.rpartition(".")[0], segments=segments[:-1])
     return any(above.matches(name, is_site=False) for name in names)
-
-
-def _at(rule: Rule) -> str:
-    return f"{rule.where}: " if rule.where else ""
 
 
 def agree_across_ranks(plan: Plan, group: Any = None) -> None:
@@ -194,7 +190,7 @@ def warn_about_parts(model: nn.Module, plan: Plan) -> None:
             if inside:
                 others = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
                 warnings.warn(
-                    f"lowtide: {_at(rule)}{rule} has no effect inside '{inside[0]}'{others}: {why}", stacklevel=4
+                    f"lowtide: {rule.at}{rule} has no effect inside '{inside[0]}'{others}: {why}", stacklevel=4
                 )
 
 
@@ -203,7 +199,7 @@ def warn_about_tiers(plan: Plan, engine: Engine) -> None:
     for rule in plan.rules.rules:
         if rule.tier is not None and rule.tier.value not in engine.tiers:
             warnings.warn(
-                f"lowtide: {_at(rule)}engine '{engine.name}' has no tier '{rule.tier.value}'; these activations go to "
+                f"lowtide: {rule.at}engine '{engine.name}' has no tier '{rule.tier.value}'; these activations go to "
                 f"'{engine.tiers[0]}'.",
                 stacklevel=4,
             )

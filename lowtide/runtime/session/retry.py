@@ -28,7 +28,6 @@ neither the model's nor the optimizer's, and what a snapshot does not reach.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import traceback
 import warnings
@@ -295,7 +294,7 @@ class _Start:
         for group in optimizer.param_groups if optimizer is not None else ():
             parameters.update({id(parameter): parameter for parameter in group["params"]})
         self._counters = counters
-        self._counted = {} if counters is None else dataclasses.asdict(counters)
+        self._counted = {} if counters is None else dict(vars(counters))
         self._has_hooks = any(gradient_hooks(p) for p in parameters.values())
         self._gradients = [_Gradient(p) for p in parameters.values() if p.requires_grad]
         try:

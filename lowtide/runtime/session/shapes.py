@@ -19,6 +19,7 @@ import torch
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.runtime.session.tide import Tide
+from lowtide.tensors.modes import autocasts
 from lowtide.tensors.private import tree_leaves
 
 MOST_TIMES_LARGER = 2.0
@@ -194,7 +195,7 @@ def shape_bucket(args: tuple, kwargs: dict, *, model: int = 0, ignored: Collecti
                 numbers.append((place, leaf))
         else:
             kinds.append(type(leaf))
-    return ShapeBucket(tuple(shapes), (*kinds, *kwargs, *_autocasts()), tuple(numbers), model)
+    return ShapeBucket(tuple(shapes), (*kinds, *kwargs, *autocasts()), tuple(numbers), model)
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -203,14 +204,6 @@ def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)
     is_jagged = tensor.layout is torch.jagged
     return (tensor.size(0), *(tensor.values().shape if is_jagged else (tensor.numel(),)))
-
-
-def _autocasts() -> Iterator[tuple[str, torch.dtype]]:
-    """The autocasts that are on: on which type of device, to what."""
-    accelerator = torch.accelerator.current_accelerator()
-    for device_type in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            yield device_type, torch.get_autocast_dtype(device_type)
 
 
 def smallest_cover(shape: ShapeBucket, known: Iterable[ShapeBucket]) -> ShapeBucket | None:

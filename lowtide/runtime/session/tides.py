@@ -57,11 +57,12 @@ from lowtide.errors import BudgetError, ConfigError
 from lowtide.profiling.observe_call import Witness, is_training, loss_or_all, observe_call
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.apply import apply
-from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards, handle_of, patched_part
+from lowtide.runtime.session.forward_patch import UnobservedForwards, handle_of, patched_part
 from lowtide.runtime.session.handle import Handle
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.wrap import refuse_capture
+from lowtide.tensors.compiled import ForwardPatch
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.kinds import tensors_in
 from lowtide.tensors.out_of_memory import is_out_of_memory

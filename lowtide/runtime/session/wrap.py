@@ -45,8 +45,8 @@ from lowtide.runtime.hooks.first_forward import warn_about_idle_regions, warn_ab
 from lowtide.runtime.hooks.forward_pass import ForwardPass
 from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
-from lowtide.runtime.session.forward_patch import ForwardPatch, UnobservedForwards
-from lowtide.tensors.compiled import compiled_parts, how_compiled, lies_in, refuse_compiled
+from lowtide.runtime.session.forward_patch import UnobservedForwards
+from lowtide.tensors.compiled import ForwardPatch, compiled_parts, how_compiled, lies_in, refuse_compiled
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
@@ -152,7 +152,7 @@ class PlannedForwards:
     def _enter(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """A forward pass, from its beginning to its end; `forward` alone where lowtide steps aside."""
         context = self._context
-        if not _can_hook():
+        if torch.compiler.is_compiling() or not (is_training() and are_saved_tensors_hooks_enabled()):
             self._unobserved.step_aside()
             return forward(*args, **kwargs)
         if not layer.tables:
@@ -244,11 +244,6 @@ def _run(forward_pass: ForwardPass, layer: LayerTable, forward: Callable, args: 
         return forward(*args, **kwargs)
 
     return run_allowing_transforms(layer, hooked, forward, (args, kwargs))
-
-
-def _can_hook() -> bool:
-    """Where a step trains, and no compiler looks."""
-    return is_training() and are_saved_tensors_hooks_enabled() and not torch.compiler.is_compiling()
 
 
 def recomputed_modules(modules: dict[str, nn.Module], plan: Plan) -> list[str]:

@@ -24,7 +24,7 @@ def test_it_gives_back_an_entry_and_moves_nothing() -> None:
             output = model(torch.ones(2, 4))
             saved, weight = (Saved(t, t.grad_fn, torch.device("cpu")) for t in (output, model[0].weight))
             entries = [first.entry_of(record, layer, is_output=False) for record in (saved, saved, weight)]
-        assert [entry.fate for entry in entries] == [Fate.SWAP, Fate.SWAP, Fate.KEEP]
+        assert [entry.decision.fate for entry in entries] == [Fate.SWAP, Fate.SWAP, Fate.KEEP]
         assert [entry.is_counted for entry in entries] == [True, False, False]
         assert context.sites["1.tanh"].nbytes == 2 * 4 * 4
         assert not first.is_on

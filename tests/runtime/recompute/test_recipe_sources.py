@@ -20,7 +20,7 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import PrefetchQueue
 from lowtide.runtime.offload.spill import Guard
 from lowtide.runtime.recompute import recipe_sources as sources
-from lowtide.runtime.session.forward_patch import ForwardPatch
+from lowtide.tensors.compiled import ForwardPatch
 from lowtide.tensors.modes import Modes
 from tests.engines.clocked import ClockedEngine
 from tests.support import zoo

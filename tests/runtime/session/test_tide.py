@@ -17,7 +17,7 @@ import lowtide
 from lowtide.core.fate import Fate
 from lowtide.engines.host import HostEngine
 from lowtide.errors import ConfigError
-from lowtide.runtime.saved.stats import Counters
+from lowtide.runtime.saved.stats import COUNTED, Counters
 from tests.support import processes, zoo
 from tests.support.virtual_engine import VirtualEngine, virtual
 
@@ -397,6 +397,12 @@ def test_the_handle_of_a_model_can_be_asked_for() -> None:
         lowtide.remove(model)
         assert lowtide.current(model) is None
         lowtide.remove(model)
+
+
+def test_what_is_counted_is_what_stats_have() -> None:
+    files = Path(lowtide.__file__).parent.rglob("*.py")
+    counted = {name for file in files for name in re.findall(r"counters\.(\w+) [+-]= ", file.read_text("utf-8"))}
+    assert counted == set(COUNTED)
 
 
 def test_stalls_are_those_since_the_tally_began() -> None:
