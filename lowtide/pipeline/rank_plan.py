@@ -36,7 +36,7 @@ from lowtide.errors import BudgetError
 from lowtide.pipeline import turns
 from lowtide.pipeline.live_chunks import HEAD_BYTES, MessageKind, Moment
 from lowtide.pipeline.schedule import Kind
-from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, slots_of, with_turn
+from lowtide.pipeline.turns import Exchange, Half, halves_of, needs_of, slots_of, with_turn
 from lowtide.planner.by_rules import HOST_COSTS, problem_of
 from lowtide.planner.place_state import NUM_SLOTS, bucket_size, refuse_without_effect, shares_of
 from lowtide.planner.plan_profile import StepProblem, problem_of_step
@@ -162,7 +162,7 @@ class _Search:
     def __init__(self, task: RankTask) -> None:
         self.task = task
         self.most = {stage: self._most_held(stage) for stage in task.chunks}
-        self.needs = {stage: Needs.of(self.chunk_profile(stage)) for stage in task.chunks}
+        self.needs = {stage: needs_of(self.chunk_profile(stage)) for stage in task.chunks}
         self.least = {stage: min(self.most[stage], self._least_held(stage)) for stage in task.chunks}
         self._known: dict[float, RankPlan | None] = {}
 
@@ -225,7 +225,7 @@ class _Search:
 
     def beside(self, stage: int, limits: Mapping[int, int], budget_bytes: int) -> np.ndarray:
         """For each operator of a chunk, the most that the rest of the rank may hold meanwhile."""
-        found = np.zeros(len(self.needs[stage].least), np.int64)
+        found = np.zeros(len(self.needs[stage][0]), np.int64)
         forward, backward = self.task.chunks[stage].halves
         for moment in self.task.moments:
             rest = self._rest_bytes(moment, limits)
