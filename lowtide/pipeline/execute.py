@@ -333,13 +333,8 @@ class _Walk:
         keywords: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         self._pipeline = pipeline
-        row = pipeline.schedule.actions[pipeline.rank]
-        self._split = frozenset(
-            (action.stage, action.micro_batch)
-            for every in row
-            for action in every.parts
-            if action.kind is Kind.BACKWARD_WEIGHT
-        )
+        row = [action for rank, _, action in pipeline.schedule.parts() if rank == pipeline.rank]
+        self._split = {(each.stage, each.micro_batch) for each in row if each.kind is Kind.BACKWARD_WEIGHT}
         """Chunks whose weight gradients can be put off."""
         self._inputs, self._targets, self._keywords = inputs, targets, keywords
         self.draws: set[int] = set()
@@ -359,13 +354,12 @@ class _Walk:
         """Results whose turn to be sent has not come."""
         self._to_send: dict[int, deque[Result]] = defaultdict(deque)
         """To each rank, in the order of the schedule."""
-        for every in row:
-            for action in every.parts:
-                if action.kind in SENDS:
-                    result = carried_by(action)
-                    reader = self._pipeline.schedule.reader(result)
-                    assert reader is not None
-                    self._to_send[reader].append(result)
+        for action in row:
+            if action.kind in SENDS:
+                result = carried_by(action)
+                reader = self._pipeline.schedule.reader(result)
+                assert reader is not None
+                self._to_send[reader].append(result)
 
     @property
     def _transport(self) -> GroupTransport | None:

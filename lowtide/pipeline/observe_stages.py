@@ -301,8 +301,7 @@ def _recorder() -> StepRecorder | None:
 
 def _is_split(pipeline: Pipeline, stage: int) -> bool:
     """Whether weight gradients of this stage are put off."""
-    row = pipeline.schedule.actions[pipeline.rank]
-    has_w = any(part.kind is Kind.BACKWARD_WEIGHT and part.stage == stage for each in row for part in each.parts)
+    has_w = any(each.kind is Kind.BACKWARD_WEIGHT and each.stage == stage for *_, each in pipeline.schedule.parts())
     return pipeline.weight_gradients is not None and has_w
 
 

@@ -26,7 +26,7 @@ import csv
 import enum
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -131,15 +131,22 @@ class Schedule:
     def num_stages(self) -> int:
         return len(self.rank_of_stage)
 
+    def parts(self) -> Iterator[tuple[int, int, Action]]:
+        """Rank, place in its row, action; pairs as their two actions."""
+        for rank, row in enumerate(self.actions):
+            for place, every in enumerate(row):
+                for action in every.parts:
+                    yield rank, place, action
+
     @cached_property
     def splits_backwards(self) -> bool:
         """Whether any backward is I and W."""
-        return any(part.kind is Kind.BACKWARD_WEIGHT for row in self.actions for each in row for part in each.parts)
+        return any(action.kind is Kind.BACKWARD_WEIGHT for *_, action in self.parts())
 
     @cached_property
     def has_transfers(self) -> bool:
         """Whether sends and receives are written out. Generators leave them out; `with_transfers` adds them."""
-        return any(action.kind in TRANSFERS for row in self.actions for every in row for action in every.parts)
+        return any(action.kind in TRANSFERS for *_, action in self.parts())
 
     @cached_property
     def computed(self) -> tuple[tuple[Computed, ...], ...]:

@@ -3,13 +3,14 @@
 What `verify` proves, in this order; the first fault raises `ConfigError` with rank, action and what is missing:
 1. every action is of a stage that lives on its rank and of a micro-batch of the step, and a pair is a forward and a
    full backward;
-2. every chunk has one forward, and one full backward or one I and one W; each at its place in the row: after what it
-   reads from its own rank, and not in one pair with it;
-3. where transfers are written out: every result that another rank reads is sent once, after it was made, and received
-   once, before it is read; nothing else is sent or received;
-4. the messages from one rank to another are received in the order in which they are sent. Processes match them by that
+2. every chunk has one forward, and one full backward or one I and one W;
+3. where transfers are written out: every result that another rank reads is sent once and received once, and nothing
+   else is;
+4. each action stands at its place in the row: after what makes what it reads or sends, or after the receive of it, and
+   not in one pair with that;
+5. the messages from one rank to another are received in the order in which they are sent. Processes match them by that
    order alone: where shapes are equal, two that are swapped give wrong gradients and no error;
-5. no rank waits for ever.
+6. no rank waits for ever.
 
 Waiting, without transfers: a rank stands at an action until what it reads was made, wherever. With transfers: a
 receive stands until its message was sent, and a send stands until its receiver has come to it (`sends_wait`, the
@@ -47,9 +48,10 @@ def verify(schedule: Schedule, *, sends_wait: bool = True) -> None:
     """Raise `ConfigError` unless this schedule can be carried out, where each send waits for its receiver or none."""
     _check_places(schedule)
     _check_chunks(schedule)
-    _check_local_order(schedule)
     if schedule.has_transfers:
         _check_transfers(schedule)
+    _check_order(schedule)
+    if schedule.has_transfers:
         for fault in order_faults(schedule):
             raise ConfigError(fault)
     _check_progress(schedule, sends_wait)
@@ -60,7 +62,7 @@ def order_faults(schedule: Schedule) -> Iterator[str]:
     ends are all there."""
     sent: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
-    for rank, index, action in _actions(schedule):
+    for rank, index, action in schedule.parts():
         if action.kind in SENDS:
             sent[rank, _peer(schedule, action)].append((index, action))
         elif action.kind in RECEIVES:
@@ -73,14 +75,6 @@ def order_faults(schedule: Schedule) -> Iterator[str]:
                     f"{send} (rank {source}, action {from_index}) and received as {receive} (rank {target}, action "
                     f"{to_index}); with equal shapes the two would be swapped without an error"
                 )
-
-
-def _actions(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
-    """Rank, index in its row, action; pairs as their two parts."""
-    for rank, row in enumerate(schedule.actions):
-        for index, every in enumerate(row):
-            for action in every.parts:
-                yield rank, index, action
 
 
 def _at(schedule: Schedule, rank: int, index: int) -> str:
@@ -126,7 +120,7 @@ def _check_places(schedule: Schedule) -> None:
 def _check_chunks(schedule: Schedule) -> None:
     """Every chunk goes forward once and backward once. Each stage lives on one rank, so that rank does both."""
     seen: dict[tuple[int, int], list[Kind]] = defaultdict(list)
-    for rank, index, action in _actions(schedule):
+    for rank, index, action in schedule.parts():
         if action.kind in TRANSFERS:
             continue
         kinds = seen[action.stage, action.micro_batch]
@@ -157,22 +151,6 @@ def _check_chunks(schedule: Schedule) -> None:
                 )
 
 
-def _check_local_order(schedule: Schedule) -> None:
-    """An action stands after what it reads from its own rank. A W also stands after its I."""
-    for rank, row in enumerate(schedule.actions):
-        made: set[Result] = set()
-        for index, every in enumerate(row):
-            computing = [action for action in every.parts if action.kind not in TRANSFERS]
-            for action in computing:
-                for need in schedule.needs(action):
-                    if schedule.rank_of_stage[need.stage] == rank and need not in made:
-                        raise ConfigError(
-                            f"{_at(schedule, rank, index)}: {action} reads what {_maker(need, row)} makes, "
-                            "which is not done by then"
-                        )
-            made.update(result for action in computing if (result := made_by(action)) is not None)
-
-
 def _maker(result: Result, row: tuple[AnyAction, ...]) -> Action:
     """The action of a row that makes a result."""
     return next(action for every in row for action in every.parts if made_by(action) == result)
@@ -181,8 +159,8 @@ def _maker(result: Result, row: tuple[AnyAction, ...]) -> Action:
 def _check_transfers(schedule: Schedule) -> None:
     """Every result that another rank reads has its one send and its one receive, each in its place."""
     wanted = dict.fromkeys(_wanted_transfers(schedule))  # keeps their order, so that the first fault is always the same
-    counts = Counter(action for _, _, action in _actions(schedule) if action.kind in TRANSFERS)
-    for rank, index, action in _actions(schedule):
+    counts = Counter(action for _, _, action in schedule.parts() if action.kind in TRANSFERS)
+    for rank, index, action in schedule.parts():
         if action.kind in TRANSFERS and action not in wanted:
             raise ConfigError(f"{_at(schedule, rank, index)}: no other rank is at its other end")
         if counts[action] > 1:
@@ -191,6 +169,11 @@ def _check_transfers(schedule: Schedule) -> None:
         if not counts[transfer]:
             rank = schedule.rank_of_stage[transfer.stage]
             raise ConfigError(f"schedule '{schedule.name}', rank {rank}: {transfer} is missing")
+
+
+def _check_order(schedule: Schedule) -> None:
+    """An action stands after what it reads from its own rank, and after what is received for it. A W also stands after
+    its I."""
     for rank, row in enumerate(schedule.actions):
         there: set[Result] = set()
         """What this rank has made or received."""
@@ -200,7 +183,12 @@ def _check_transfers(schedule: Schedule) -> None:
                     maker = _maker(carried_by(action), row)
                     raise ConfigError(f"{_at(schedule, rank, index)}: stands before {maker}, which makes what it sends")
                 for need in schedule.needs(action) if action.kind not in TRANSFERS else ():
-                    if need not in there:
+                    if need not in there and schedule.rank_of_stage[need.stage] == rank:
+                        raise ConfigError(
+                            f"{_at(schedule, rank, index)}: {action} reads what {_maker(need, row)} makes, "
+                            "which is not done by then"
+                        )
+                    if need not in there and schedule.has_transfers:
                         raise ConfigError(f"{_at(schedule, rank, index)}: {receive_of(need)} stands after it")
             for action in every.parts:
                 result = carried_by(action) if action.kind in RECEIVES else made_by(action)
@@ -209,7 +197,7 @@ def _check_transfers(schedule: Schedule) -> None:
 
 
 def _wanted_transfers(schedule: Schedule) -> Iterator[Action]:
-    for rank, _, action in _actions(schedule):
+    for rank, _, action in schedule.parts():
         result = made_by(action)
         reader = None if result is None else schedule.reader(result)
         if result is not None and reader is not None and reader != rank:
