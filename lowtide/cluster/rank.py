@@ -67,12 +67,12 @@ class PlannedRank:
     peak_bytes: int
     saved_bytes: int
     kept_bytes: int
-    swapped_bytes: int
-    recomputed_bytes: int
+    swapped_bytes: int = 0
+    recomputed_bytes: int = 0
     recompute_seconds: tuple[float, ...]
     """Of one chunk of each stage."""
     stall_seconds: tuple[float, ...]
-    gap: float
+    gap: float = 0.0
     """Share of the time by which a better plan of the rank may be faster."""
     shares: tuple[Mapping[str, Share], ...] = field(default_factory=tuple)
     """Of each stage, by kind of layer."""
@@ -191,11 +191,8 @@ def _all_kept(task: RankAtWorst, layers: Mapping[str, Layer], saved_bytes: int) 
         peak_bytes=_base_bytes(task, layers) + saved_bytes + head_bytes,
         saved_bytes=saved_bytes,
         kept_bytes=saved_bytes,
-        swapped_bytes=0,
-        recomputed_bytes=0,
         recompute_seconds=(0.0,) * len(task.stages),
         stall_seconds=(0.0,) * len(task.stages),
-        gap=0.0,
         shares=tuple(
             {kind: dict.fromkeys(layers[kind].nbytes, (0.0, 0.0)) for kind in stage.kinds} for stage in task.stages
         ),
