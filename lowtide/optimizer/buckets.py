@@ -267,35 +267,23 @@ def in_order(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
     return tensor.as_strided((end - start,), (1,), int(tensor.storage_offset()) + start)
 
 
-def stretch_for(num_elements: int, bytes_per_element: float, bucket_bytes: int) -> int | None:
-    """Elements of each stretch of a parameter, all about equal and at most a bucket; None where it fits into one."""
+def ends_of(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    bytes_per_element: float,
+    bucket_bytes: int,
+    state: Sequence[torch.Tensor] = (),
+) -> list[int]:
+    """Where the stretches of a parameter with so much state end, all about equal and at most a bucket; none if it fits
+    into one, or is stepped whole. `state`: as far as it is there."""
+    local = inside(parameter.detach())
     unit_bytes = max(CUT_ELEMENTS * bytes_per_element, 1.0)
     most = max(int(bucket_bytes / unit_bytes), 1) * CUT_ELEMENTS
-    if num_elements <= most:
-        return None
-    count = -(-num_elements // most)
-    return -(-num_elements // (count * CUT_ELEMENTS)) * CUT_ELEMENTS
-
-
-def ends_of(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, bytes_per_element: float, bucket_bytes: int
-) -> list[int]:
-    """Where the stretches of a parameter with so much state end; none if it fits into a bucket, or is stepped whole."""
-    local = inside(parameter.detach())
-    length = stretch_for(local.numel(), bytes_per_element, bucket_bytes)
-    if length is None or not _lie_alike(local) or not _may_be_cut(optimizer, parameter):
+    if local.numel() <= most or not _lie_alike(local, *state) or not _may_be_cut(optimizer, parameter):
         return []
+    count = -(-local.numel() // most)
+    length = -(-local.numel() // (count * CUT_ELEMENTS)) * CUT_ELEMENTS
     return [*range(length, local.numel(), length), local.numel()]
-
-
-def ends_in(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Iterable[torch.Tensor], bucket_bytes: int
-) -> list[int]:
-    """As `ends_of`, for state that is there."""
-    tensors = [inside(tensor) for tensor in state]
-    if not _lie_alike(inside(parameter.detach()), *tensors):
-        return []
-    return ends_of(optimizer, parameter, sum(tensor.element_size() for tensor in tensors), bucket_bytes)
 
 
 def halves(ends: list[int]) -> list[int]:

@@ -259,9 +259,7 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
     before = take(beside=optimizer, called=True, devices=devices)
     try:
         with _Writes(before):
-            has_missing = _can_step_without_some(optimizer)
-            before.restore()
-            return _tried(optimizer, before, has_missing=has_missing)
+            return _tried(optimizer, before)
     finally:
         moved = before.moved()
         before.restore()
@@ -295,30 +293,25 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     return {storage_key(storage): storage for storage in found}
 
 
-def _can_step_without_some(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a small twin steps where a gradient is missing; some optimizers want one for every parameter."""
-    try:
-        _take_steps(_twin(optimizer), bare_step(type(optimizer)), has_missing=True)
-    except Exception:
-        return False
-    return True
-
-
 def _take_steps(twin: torch.optim.Optimizer, step: Callable[..., Any], has_missing: bool) -> None:
     for number in range(NUM_STEPS):
         _set_gradients(twin, number, has_missing)
         step(twin)
 
 
-def _tried(optimizer: torch.optim.Optimizer, before: Snapshot, *, has_missing: bool) -> str:
+def _tried(optimizer: torch.optim.Optimizer, before: Snapshot) -> str:
     """Why the optimizer cannot be stepped in parts, by the trial; '' where it can."""
-    name = type(optimizer).__name__
-    whole, parts = _twin(optimizer), _twin(optimizer)
-    step = bare_step(type(optimizer))
-    try:
-        _take_steps(whole, step, has_missing)
-    except Exception as error:
-        return f"{name} is not of torch, and could not be tried on small parameters ({type(error).__name__}: {error})"
+    name, step = type(optimizer).__name__, bare_step(type(optimizer))
+    for has_missing in (True, False):  # some optimizers want a gradient for every parameter
+        before.restore()
+        whole, parts = _twin(optimizer), _twin(optimizer)
+        try:
+            _take_steps(whole, step, has_missing)
+            break
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+    else:
+        return f"{name} is not of torch, and could not be tried on small parameters ({why})"
     before.restore()
     try:
         _take_steps(parts, lambda twin: _step_in_parts(twin, step), has_missing)

@@ -255,11 +255,9 @@ def named_weights(stages: Mapping[int, nn.Module], loss: Any, last: int) -> dict
 def facts_of(origins: Sequence[Any], *, takes_turns: bool) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
     """What the ranks must have in common, and the ties that are known. `origins`: of each stage that was cut."""
     facts: dict[str, object] = {"ways to carry out pairs (run_pair)": "in turns" if takes_turns else "plain"}
-    known = None
     for origin in origins:
-        facts |= {} if origin is None else origin.facts
-        known = None if origin is None else origin.ties
-    return facts, known if all(origin is not None for origin in origins) else None
+        facts |= {} if origin is None else origin[0]
+    return facts, origins[-1][1] if origins and all(origin is not None for origin in origins) else None
 
 
 def words_of(ties: Sequence[Tie]) -> str:

@@ -18,8 +18,7 @@ what layers gave out (router losses); keys and values kept for generating; kinds
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,20 +32,12 @@ KINDS = ("llama", "qwen3_moe", "deepseek_v3")
 """Values of `config.model_type` for which tests show that stages give the bits of the whole model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a stage knows of the model that it was cut from."""
-
-    facts: Mapping[str, str]
-    """Fields of its configuration, which all ranks must have in common."""
-    ties: tuple[Tie, ...]
-    """The weights that several stages have."""
-
-
 class Stage(nn.Module):
     """Some layers of the model. Takes token numbers or a hidden state; gives a hidden state or logits."""
 
-    origin: Origin
+    origin: tuple[dict[str, str], tuple[Tie, ...]]
+    """Of the model that it was cut from: fields of its configuration, which all ranks must have in common, and the
+    weights that several stages have."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None, *, is_first: bool) -> None:
         super().__init__()
@@ -87,7 +78,7 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
         for head in [model.lm_head if number == last else None]
     ]
     fields = {f"model fields: '{name}'": str(value) for name, value in model.config.to_dict().items()}
-    origin = Origin(fields, find_ties(stages))
+    origin = fields, find_ties(stages)
     for stage in stages:
         stage.origin = origin
     return stages
