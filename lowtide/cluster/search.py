@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from lowtide.cluster.layer import Layer, make_layer
 from lowtide.cluster.layout import Layout, Question, layouts, schedules_of, split_layers
 from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, plan_rank, saved_bytes_of
-from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
+from lowtide.cluster.step import StageTimes, StepParts, least_seconds, step_parts
 from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import hand_over_seconds, ring_seconds
 from lowtide.units import MIB, format_bytes, format_seconds
@@ -262,11 +262,9 @@ class Planner:
                     fates=question.fates,
                 )
             )
-        clockwork = Clockwork(times, question.cluster.overlap_share)
-        pace = max(
-            clockwork.least_seconds(schedule.stages_of(rank), has_pairs=layout.has_pairs)
-            for rank in range(schedule.num_ranks)
-        )
+        by_rank = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
+        share = question.cluster.overlap_share
+        pace = max(least_seconds(mine, share, has_pairs=layout.has_pairs) for mine in by_rank)
         gradients, optimizer = self._ends(layout, stages, layers, schedule.rank_of_stage)
         link = question.hardware.link
         optimizer = max(optimizer, moved_bytes / min(link.in_bytes_per_second, link.out_bytes_per_second))
@@ -298,7 +296,8 @@ class Planner:
     def _parts(self, draft: Draft, times: Sequence[StageTimes]) -> StepParts:
         return step_parts(
             schedules_of(draft.layout, draft.num_micro_batches),
-            Clockwork(tuple(times), self.question.cluster.overlap_share),
+            times,
+            self.question.cluster.overlap_share,
             draft.num_micro_batches,
             transfer_seconds=draft.transfer_seconds,
             gradients=draft.gradients,

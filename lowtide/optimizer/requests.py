@@ -18,12 +18,12 @@ step on, or for large parameters only; what nobody can put back (an iterator): a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,46 +328,38 @@ def _tried(optimizer: torch.optim.Optimizer, before: Snapshot) -> str:
 
 def _tried_with_closure(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> str:
     """Why the optimizer cannot have its closure evaluated once, before it steps; '' where it can, or never does."""
-    name = type(optimizer).__name__
-    whole, parts = _Evaluated(_twin(optimizer)), _Evaluated(_twin(optimizer))
-    step = bare_step(type(optimizer))
+    name, step = type(optimizer).__name__, bare_step(type(optimizer))
+    counts: Counter[torch.optim.Optimizer] = Counter()
+
+    @torch.no_grad()
+    def evaluate(twin: torch.optim.Optimizer) -> torch.Tensor:
+        """Gradients that depend on the weights, and on how often it ran."""
+        counts[twin] += 1
+        loss = torch.zeros(())
+        for parameter in parameters_of(twin):
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * counts[twin] + parameter
+                loss = parameter.grad.abs().sum().cpu()
+        return loss
 
     def in_parts(twin: torch.optim.Optimizer) -> None:
-        parts.evaluate()
+        evaluate(twin)
         _step_in_parts(twin, step)
 
+    whole, parts = _twin(optimizer), _twin(optimizer)
     try:
-        _take_steps(whole.optimizer, lambda twin: step(twin, closure=whole.evaluate), has_missing)
-        if not whole.count:
+        _take_steps(whole, lambda twin: step(twin, closure=functools.partial(evaluate, twin)), has_missing)
+        if not counts[whole]:
             return ""
-        _take_steps(parts.optimizer, in_parts, has_missing)
+        _take_steps(parts, in_parts, has_missing)
     except Exception as error:
         return f"{name} could not be tried with a closure on small parameters ({type(error).__name__}: {error})"
-    odd = _difference(whole.optimizer, parts.optimizer)
-    if whole.count == parts.count and not odd:
+    if counts[whole] == counts[parts] and not _difference(whole, parts):
         return ""
     return (
         f"{name} cannot be stepped in parts: it does not evaluate its closure once, before it steps "
-        f"({whole.count} times in {NUM_STEPS} steps of a trial)"
+        f"({counts[whole]} times in {NUM_STEPS} steps of a trial)"
     )
-
-
-@dataclass
-class _Evaluated:
-    """An optimizer of the trial, and its closure: gradients that depend on the weights, and on how often it ran."""
-
-    optimizer: torch.optim.Optimizer
-    count: int = 0
-
-    @torch.no_grad()
-    def evaluate(self) -> torch.Tensor:
-        self.count += 1
-        loss = torch.zeros(())
-        for parameter in parameters_of(self.optimizer):
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * self.count + parameter
-                loss = parameter.grad.abs().sum().cpu()
-        return loss
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -101,38 +101,31 @@ class Together:
             made.append(do())
         except Exception as raised:
             error = raised
-        answers = meet(self.place, None if error is None else _Failure.of(error, self.rank), self.group)
-        failures = [failure for failure in answers if failure is not None]
+        told = None if error is None else {"rank": self.rank, **_told(error)}
+        failures = [each for each in meet(self.place, told, self.group) if each is not None]
         if not failures:
             return made[0]
         # The rank that needs most says what would be enough for all.
-        worst = max(failures, key=lambda failure: (not failure.is_echo, failure.floor_bytes or 0))
-        if worst.floor_bytes is not None:
-            raise BudgetError(f"pipeline: rank {worst.rank}: {worst.text}", floor_bytes=worst.floor_bytes) from error
+        worst = max(failures, key=lambda each: (not each["is_echo"], each["floor_bytes"] or 0))
+        rank, text = worst["rank"], worst["text"]
+        if worst["floor_bytes"] is not None:
+            raise BudgetError(f"pipeline: rank {rank}: {text}", floor_bytes=worst["floor_bytes"]) from error
         if error is not None:
             raise error
-        if worst.is_mistake:
-            raise ConfigError(f"{worst.text} (rank {worst.rank})")
-        raise PipelineError(f"pipeline: rank {worst.rank} failed at {what}: {worst.kind}: {worst.text}")
+        if worst["is_mistake"]:
+            raise ConfigError(f"{text} (rank {rank})")
+        raise PipelineError(f"pipeline: rank {rank} failed at {what}: {worst['kind']}: {text}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What one rank tells the others. Plain, so that it can travel."""
-
-    rank: int
-    kind: str
-    text: str
-    is_mistake: bool
-    is_echo: bool
-    """It only heard that another rank has failed."""
-    floor_bytes: int | None
-
-    @classmethod
-    def of(cls, error: Exception, rank: int) -> _Failure:
-        floor_bytes = error.floor_bytes if isinstance(error, BudgetError) else None
-        is_echo = isinstance(error, PipelineError)
-        return cls(rank, type(error).__name__, str(error), isinstance(error, ConfigError), is_echo, floor_bytes)
+def _told(error: Exception) -> dict[str, Any]:
+    """What one rank tells the others of its failure. Plain, so that it can travel."""
+    return {
+        "kind": type(error).__name__,
+        "text": str(error),
+        "is_mistake": isinstance(error, ConfigError),
+        "is_echo": isinstance(error, PipelineError),  # it only heard that another rank has failed
+        "floor_bytes": error.floor_bytes if isinstance(error, BudgetError) else None,
+    }
 
 
 def same_on_all(facts: Facts, *, group: Any = None, what: str = "lowtide") -> None:

@@ -22,7 +22,8 @@ plan; the time that a rank waits for others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -255,20 +256,47 @@ class _Search:
     def peak_bytes(self, plan: RankPlan) -> int:
         """What the rank needs at most, as its plans are."""
         limits = {stage: held - self.task.chunks[stage].input_bytes for stage, held in plan.held_bytes.items()}
-        own = {stage: _Own(self, stage, limits, each) for stage, each in plan.plans.items()}
-        found = [each.step_of_optimizer_bytes for each in own.values()] + self._weights_bytes(limits)
+        own, found = {}, self._weights_bytes(limits)
+        for stage, each in plan.plans.items():
+            own[stage], step_of_optimizer_bytes = self._most_under(stage, limits, each)
+            found.append(step_of_optimizer_bytes)
         for moment in (each for each in self.task.moments if each.running):
             rest = _state_bytes(self.task.state) + self._rest_bytes(moment, limits) + self._input_bytes(moment)
             (ahead, is_forward), *more = sorted(moment.running, key=lambda each: not each[1])
             if not more:
                 half = self.task.chunks[ahead].halves[0 if is_forward else 1]
-                found.append(rest + own[ahead].most(range(half.first, half.end)))
+                found.append(rest + own[ahead](range(half.first, half.end)))
                 continue
             behind = more[0][0]
             halves = self.task.chunks[ahead].halves[0], self.task.chunks[behind].halves[1]
             for forward, backward in slots_of(*halves):
-                found.append(rest + own[ahead].most(forward) + own[behind].most(backward))
+                found.append(rest + own[ahead](forward) + own[behind](backward))
         return max(found)
+
+    def _most_under(self, stage: int, limits: Mapping[int, int], plan: Plan) -> tuple[Callable[[range], int], int]:
+        """What a chunk needs at most at any of some operators under its plan, beside the state of its rank and its
+        input; and what there is when the optimizer steps."""
+        task, profile = self.task, self.chunk_profile(stage)
+        state_bytes = _state_bytes(profile.state)
+
+        def problem_beside(beside: np.ndarray, turn_bytes: int) -> tuple[Problem, list[Fate]]:
+            return _problem_under(with_turn(profile, beside, turn_bytes=turn_bytes), task.config, plan)
+
+        room = task.budget_bytes - state_bytes - limits[stage]
+        problem, fates = problem_beside(self.beside(stage, limits, task.budget_bytes), room)
+        played = run(problem.step, fates, task.link, budget_bytes=task.budget_bytes)
+
+        @functools.cache
+        def most(ops: range) -> int:
+            if not ops:
+                return 0
+            apart = np.full(len(profile.op_bytes), -_NO_LIMIT, np.int64)  # others do not count
+            apart[ops.start : ops.stop] = 0
+            problem, fates = problem_beside(apart, -_NO_LIMIT)
+            again = run(problem.step, fates, task.link, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
+            return max(0, max(again.curve[:-1]) - state_bytes)
+
+        return most, played.curve[-1]
 
     def _weights_bytes(self, limits: Mapping[int, int]) -> list[int]:
         """What there is while weight gradients that were put off are made."""
@@ -358,38 +386,6 @@ class _Search:
             middle = (low + high) // 2
             low, high = (low, middle) if self._problems(limits, middle) is not None else (middle, high)
         return high
-
-
-class _Own:
-    """What a chunk needs under its plan, beside the state of its rank and its input."""
-
-    def __init__(self, search: _Search, stage: int, limits: Mapping[int, int], plan: Plan) -> None:
-        self._task = search.task
-        self._profile = search.chunk_profile(stage)
-        self._plan = plan
-        self._known: dict[range, int] = {range(0): 0}
-        self._state_bytes = _state_bytes(self._profile.state)
-        budget_bytes = self._task.budget_bytes
-        beside = search.beside(stage, limits, budget_bytes)
-        problem, fates = self._problem(beside, turn_bytes=budget_bytes - self._state_bytes - limits[stage])
-        self._played = run(problem.step, fates, self._task.link, budget_bytes=budget_bytes)
-        self.step_of_optimizer_bytes = self._played.curve[-1]
-
-    def most(self, ops: range) -> int:
-        """The most that it has at any of these operators."""
-        if ops not in self._known:
-            apart = np.full(len(self._profile.op_bytes), -_NO_LIMIT, np.int64)  # others do not count
-            apart[ops.start : ops.stop] = 0
-            problem, fates = self._problem(apart, turn_bytes=-_NO_LIMIT)
-            played = self._played
-            again = run(problem.step, fates, self._task.link, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
-            curve = again.curve[:-1]
-            self._known[ops] = max(0, max(curve) - self._state_bytes)
-        return self._known[ops]
-
-    def _problem(self, beside: np.ndarray, *, turn_bytes: int) -> tuple[Problem, list[Fate]]:
-        profile = with_turn(self._profile, beside, turn_bytes=turn_bytes)
-        return _problem_under(profile, self._task.config, self._plan)
 
 
 def _problem_under(profile: Profile, config: MemoryConfig, plan: Plan) -> tuple[Problem, list[Fate]]:

@@ -12,7 +12,7 @@ from lowtide.cluster.layer import make_layer
 from lowtide.cluster.layout import Layout, schedules_of, split_layers
 from lowtide.cluster.rank import RankAtWorst, Stage, least_bytes, plan_rank
 from lowtide.cluster.shape import DENSE, MOE, Latent
-from lowtide.cluster.step import Clockwork, StageTimes, step_parts
+from lowtide.cluster.step import StageTimes, durations, step_parts
 from lowtide.core.fate import Fate
 from lowtide.pipeline.clock import play
 from lowtide.timeline.hardware import all_to_all_seconds, hand_over_seconds, load_cluster, ring_seconds
@@ -225,16 +225,15 @@ TIMES = StageTimes(forward=1.0, backward_input=1.0, backward_weight=1.0, exchang
 def test_a_long_step_is_the_short_one_and_more_of_the_same(schedule: str, num_micro_batches: int) -> None:
     layout = Layout(pipeline=4, interleave=1 if schedule == "1f1b" else 2, schedule=schedule, data=1)
     stages = tuple(dataclasses.replace(TIMES, forward=1 + 0.1 * (stage % 3)) for stage in range(layout.num_stages))
-    clockwork = Clockwork(stages, overlap_share=0.1)
     parts = step_parts(
-        schedules_of(layout, num_micro_batches), clockwork, num_micro_batches, transfer_seconds=0.05, gradients=2.0,
+        schedules_of(layout, num_micro_batches), stages, 0.1, num_micro_batches, transfer_seconds=0.05, gradients=2.0,
         optimizer=1.0,
     )  # fmt: skip
     from lowtide.pipeline.generators import make_schedule
 
     each = 2 if "interleaved" in schedule else None
     whole = make_schedule(schedule, num_ranks=4, num_micro_batches=num_micro_batches, stages_per_rank=each)
-    played = play(whole, clockwork.seconds_of, transfer_seconds=0.05)
+    played = play(whole, durations(stages, 0.1), transfer_seconds=0.05)
     # Stages that differ settle slowly where each rank has several of them.
     assert parts.total == pytest.approx(played.step_seconds + 3.0, rel=5e-3 if "interleaved" in schedule else 1e-6)
     assert all(value >= -1e-9 for value in dataclasses.asdict(parts).values())
@@ -242,14 +241,13 @@ def test_a_long_step_is_the_short_one_and_more_of_the_same(schedule: str, num_mi
 
 def test_pairs_hide_the_all_to_all_and_slow_the_rest() -> None:
     layout = Layout(schedule="one_stage_overlap")
-    clockwork = Clockwork((TIMES,), overlap_share=0.2)
-    parts = step_parts(schedules_of(layout, 3), clockwork, 3, transfer_seconds=0, gradients=0, optimizer=0)
+    parts = step_parts(schedules_of(layout, 3), (TIMES,), 0.2, 3, transfer_seconds=0, gradients=0, optimizer=0)
     # A forward and a backward alone show their all-to-all; two pairs lose a fifth of a second a second.
     assert parts.compute == 9.0
     assert parts.exchange == pytest.approx(2 * 0.5 + 2 * 0.2 * 1.0)
     assert parts.bubble == pytest.approx(0)
-    slow = Clockwork((dataclasses.replace(TIMES, exchange=4.0),), overlap_share=0.2)
-    parts = step_parts(schedules_of(layout, 3), slow, 3, transfer_seconds=0, gradients=0, optimizer=0)
+    slow = (dataclasses.replace(TIMES, exchange=4.0),)
+    parts = step_parts(schedules_of(layout, 3), slow, 0.2, 3, transfer_seconds=0, gradients=0, optimizer=0)
     assert parts.total == pytest.approx(5.0 + 2 * 8.0 + 6.0)  # where the network is slower, it sets the pace
 
 
