@@ -45,6 +45,11 @@ class Op:
     exchange_seconds: float = 0.0
     """The same."""
 
+    @property
+    def saves(self) -> tuple[str, ...]:
+        """All that its backward reads."""
+        return (*self.reads, *(self.makes if self.saves_own else ()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -82,8 +87,21 @@ class Layer:
     @cached_property
     def read_bytes(self) -> int:
         """The most that the backward of one operator reads."""
-        read = ((*op.reads, *(op.makes if op.saves_own else ())) for op in self.ops)
-        return max(sum(self.nbytes[name] for name in names) for names in read)
+        return max(sum(self.nbytes[name] for name in op.saves) for op in self.ops)
+
+    @cached_property
+    def spans(self) -> dict[str, tuple[int, int, int]]:
+        """Of each saved activation, in operators of the forward: where it is made, where it is saved, and where the
+        forward no longer needs it."""
+        made = {"x1": -1} | {name: number for number, op in enumerate(self.ops) for name in op.makes}
+        users = {name: [number for number, op in enumerate(self.ops) if name in op.saves] for name in made}
+        return {name: (made[name], own[0], self.last_uses.get(name, own[-1] + 1)) for name, own in users.items()}
+
+    @cached_property
+    def reads(self) -> dict[str, list[int]]:
+        """Of each, the operators of the backward that read it."""
+        backward = self.ops[::-1]
+        return {name: [number for number, op in enumerate(backward) if name in op.saves] for name in self.spans}
 
     @cached_property
     def retained_input_bytes(self) -> int:

@@ -208,15 +208,6 @@ def _check(model: Any, optimizer: Any, update: str) -> None:
         raise ConfigError(f"{_CALL}: model= takes a torch.nn.Module, not {type(model).__name__}")
     if update not in UPDATES:
         raise ConfigError(f"{_CALL}: update '{update}' is none of {', '.join(UPDATES)}")
-    _check_model(model)
-    trained = any(parameter.requires_grad for parameter in model.parameters())
-    if optimizer is None and trained:
-        raise ConfigError(f"{_CALL}: optimizer= is missing, and {type(model).__name__} has weights that are trained")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{_CALL}: optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-
-
-def _check_model(model: nn.Module) -> None:
     if fsdp_modules(model) or any(is_distributed(parameter) for parameter in model.parameters()):
         raise ConfigError(
             f"{_CALL}: {type(model).__name__} is sharded by FSDP2 (fully_shard), which moves weights itself; swap the "
@@ -238,6 +229,11 @@ def _check_model(model: nn.Module) -> None:
     compiled = next(iter(compiled_parts(model)), None)
     if compiled is not None:
         raise ConfigError(f"{_CALL}: '{compiled}' is compiled, and compiled code holds its weights; do not compile it")
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if optimizer is None and trained:
+        raise ConfigError(f"{_CALL}: optimizer= is missing, and {type(model).__name__} has weights that are trained")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{_CALL}: optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
 def _check_place(model: nn.Module) -> None:
@@ -550,18 +546,22 @@ class WeightSwap:
         all gradients as they were.
         """
         batches: list[MicroBatch] = []
+
+        def hold_updates(holds: bool) -> None:
+            """Whether gradients wait for those of more micro-batches before they update anything."""
+            if self.optimizer_swap is not None:
+                self.optimizer_swap.hold_updates(holds)
+
         try:
             self._forwards(losses, batches)
             results = [batch.loss.detach() for batch in batches if batch.loss is not None]
             check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
             self._moves.gathers = True
-            run_backward(
-                batches, self.model, before=lambda batch: self._hold_updates(not batch.is_last), after=self._is_over
-            )
+            run_backward(batches, self.model, before=lambda batch: hold_updates(not batch.is_last), after=self._is_over)
         finally:
             self._micro_batch = None
             self._moves.gathers = False
-            self._hold_updates(False)
+            hold_updates(False)
             for batch in batches:
                 batch.let_go()
             self._moves.arrive()
@@ -591,11 +591,6 @@ class WeightSwap:
                 sums = self._moves.sums(self.weights.values())
         self._micro_batch = None
         check_unwritten(sums, self._moves.sums(sums))
-
-    def _hold_updates(self, holds: bool) -> None:
-        """Whether gradients wait for those of more micro-batches before they update anything."""
-        if self.optimizer_swap is not None:
-            self.optimizer_swap.hold_updates(holds)
 
     def _is_over(self, name: str) -> None:
         """The backward of a part is over for all micro-batches: its gradients may leave."""
@@ -748,16 +743,9 @@ class WeightSwap:
         """What was moved so far, and what lives where."""
         swapped = sum(item.nbytes for item in self.weights.values())
         total = sum(parameter.nbytes for parameter in self.model.parameters())
-        moves = self._moves
-        return WeightStats(
-            swapped_bytes=swapped,
-            resident_bytes=total - swapped,
-            window_bytes=moves.window_bytes,
-            peak_bytes=moves.peak_bytes,
-            fetched_bytes=moves.fetched_bytes,
-            sent_bytes=moves.sent_bytes,
-            stall_seconds=moves.stall_seconds,
-        )
+        names = ("window_bytes", "peak_bytes", "fetched_bytes", "sent_bytes", "stall_seconds")
+        moved = {name: getattr(self._moves, name) for name in names}
+        return WeightStats(swapped_bytes=swapped, resident_bytes=total - swapped, **moved)
 
     def __str__(self) -> str:
         stats = self.stats
