@@ -140,7 +140,9 @@ class StateBucket:
         self.slot = slot
         self.nbytes = slot.nbytes
         self.entries = entries
-        self.hosts = [entry.dressed(_own_part(view, entry)) for entry in entries]
+        memory, begin = view.untyped_storage(), int(view.storage_offset())
+        spans = (slice(start := begin + entry.start_bytes, start + entry.nbytes) for entry in entries)
+        self.hosts = [entry.dressed(entry.shape.over(memory[own])) for entry, own in zip(entries, spans, strict=True)]
         """What `optimizer.state` holds between steps, in the order of `entries`."""
         self.addresses = [_address_of(host) for host in self.hosts]
         self.memories = frozenset(storages_of(self.hosts))
@@ -200,11 +202,6 @@ class StateBucket:
 
 def _address_of(host: torch.Tensor) -> int:
     return inside(host).data_ptr()
-
-
-def _own_part(view: torch.Tensor, entry: StateTensor) -> torch.Tensor:
-    start = int(view.storage_offset()) + entry.start_bytes
-    return entry.shape.over(view.untyped_storage()[start : start + entry.nbytes])
 
 
 def movable(value: Any, device: torch.device | None, min_bytes: int) -> bool:

@@ -179,7 +179,7 @@ class OptimizerSwap:
         optimizer.step = self._step  # type: ignore[method-assign]
         self._hooks: tuple[Any, ...] = (
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_step_post_hook(lambda *_: None if self._is_ours else self._adopt_all()),
         )
 
     @property
@@ -219,10 +219,6 @@ class OptimizerSwap:
     def _drop_fetched(self) -> None:
         if self._prefetch is not None:
             self._prefetch.give_up()
-
-    def _after_step(self) -> None:
-        if not self._is_ours:
-            self._adopt_all()
 
     @property
     def has_begun(self) -> bool:
@@ -395,7 +391,7 @@ class OptimizerSwap:
     @property
     def stats(self) -> OptimizerStats:
         """What was moved so far, and what lives where now."""
-        store, transfers = self._store, self._store.transfers
+        store, transfers, way = self._store, self._store.transfers, "step" if self._prefetch is None else "backward"
         with self._shown.stepping():  # sizes only
             total = sum(
                 inside(value).nbytes
@@ -415,14 +411,8 @@ class OptimizerSwap:
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
             stall_seconds=self._stall_seconds(),
-            overlap=self._overlap,
+            overlap="in_backward" if self._in_backward is not None else way,
         )
-
-    @property
-    def _overlap(self) -> str:
-        if self._in_backward is not None:
-            return "in_backward"
-        return "step" if self._prefetch is None else "backward"
 
     def _stall_seconds(self) -> float:
         # An engine that others use too has stalls that are not ours.

@@ -29,7 +29,7 @@ from torch import nn
 
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.clock import with_transfers
-from lowtide.pipeline.gradients import Place, Tie, elements_of, refuse_look_alikes, sample_of
+from lowtide.pipeline.gradients import Place, Tie, refuse_look_alikes, sample_of
 from lowtide.pipeline.live_chunks import is_in_order
 from lowtide.pipeline.schedule import Schedule
 from lowtide.pipeline.verify import verify
@@ -42,8 +42,6 @@ Facts = Mapping[str, object]
 _ABSENT = "none"
 _MET = "lowtide: at"
 """Begins what a rank brings to a place. What ranks gather in other calls begins otherwise."""
-_ROUNDING = 1e-3
-"""Two sums of the same numbers in other orders differ by less, relative to the largest element."""
 POLL_SECONDS = 0.2
 _Made = TypeVar("_Made")
 _LINGER_SECONDS = 3.0
@@ -181,17 +179,6 @@ def facts_of_model(model: torch.nn.Module) -> dict[str, object]:
             words.append(f"values {hashlib.sha256(sample).hexdigest()[:8]}")
         facts[f"parameters '{name}'"] = ", ".join(words)
     return facts
-
-
-def same_values(tensors: Mapping[str, torch.Tensor], *, group: Any, what: str) -> None:
-    """Compare some elements of each of these tensors with the other ranks of `group`. Collective. Raises ConfigError on
-    all ranks for the first that differs by more than rounding; `what` begins the text, and says what follows."""
-    own = {name: elements_of(tensor).double().cpu() for name, tensor in tensors.items()}
-    first, *others = gather(own, group)
-    for rank, other in enumerate(others, start=1):
-        for name, value in first.items():
-            if not torch.allclose(value, other[name], rtol=0.0, atol=_ROUNDING * float(value.abs().max())):
-                raise ConfigError(f"{what}: '{name}' differs between rank 0 and rank {rank} of the ranks that share it")
 
 
 # -- what one rank checks ----------------------------------------------------------------------------------------------
