@@ -192,12 +192,12 @@ class Pipeline:
         if self.num_steps == 0:
             self._open()
         self.num_steps += 1
-        step = self._walk = _Walk(self, inputs, targets, keywords)
         gradients = StepGradients(self.weights, shared=self.tied.weights)
+        step = self._walk = _Walk(self, gradients, inputs, targets, keywords)
         try:
             if mistake is not None:
                 raise mistake
-            step.run(gradients, divide_by)
+            step.run(divide_by)
         except BaseException as error:
             gradients.take_back()
             if self.weight_gradients is not None:
@@ -328,11 +328,13 @@ class _Walk:
     def __init__(
         self,
         pipeline: Pipeline,
+        gradients: StepGradients,
         inputs: Sequence[Any] | None,
         targets: Sequence[Any] | None,
         keywords: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         self._pipeline = pipeline
+        self._gradients = gradients
         row = [action for rank, _, action in pipeline.schedule.parts() if rank == pipeline.rank]
         self._split = {(each.stage, each.micro_batch) for each in row if each.kind is Kind.BACKWARD_WEIGHT}
         """Chunks whose weight gradients can be put off."""
@@ -341,7 +343,6 @@ class _Walk:
         """In the first step: stages that drew random numbers in their first forward."""
         self.at: AnyAction | str = "its start"
         """For the text of a failure."""
-        self._gradients = StepGradients({})
         self.error: BaseException | None = None
         self._chunks: dict[tuple[int, int], tuple[Tensors, Places]] = {}
         """Of forwards without their backwards: what came from the stage before, and the places of the outputs."""
@@ -369,11 +370,10 @@ class _Walk:
     def losses(self) -> tuple[torch.Tensor, ...]:
         return tuple(loss for _, loss in sorted(self._losses.items()))
 
-    def run(self, gradients: StepGradients, divide_by: float) -> None:
-        self._gradients = gradients
+    def run(self, divide_by: float) -> None:
         weights = self._pipeline.weight_gradients
         if weights is not None:
-            weights.of_stage = gradients.of_stage
+            weights.of_stage = self._gradients.of_stage
         self._pipeline.tied.begin()
         if self._transport is not None:
             shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
@@ -385,7 +385,7 @@ class _Walk:
         if weights is not None:
             weights.finish()
         self._refuse_written_buffers()
-        self._pipeline.tied.exchange(gradients, self._transport)
+        self._pipeline.tied.exchange(self._gradients, self._transport)
         if self._transport is not None:
             self._transport.finish()
         assert not (self._chunks or self._local or self._made)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -122,8 +123,7 @@ class RankPlan:
 def plan_rank(task: RankTask) -> RankPlan:
     """The fastest that was found. Raises `BudgetError` where nothing fits, which says what budget would be enough."""
     search = _Search(dataclasses.replace(task, config=_of_one_chunk(task)))
-    found = search.as_held(_searched(search))
-    return dataclasses.replace(found, peak_bytes=search.peak_bytes(found))
+    return search.rank_plan(_best_share(search))
 
 
 def _of_one_chunk(task: RankTask) -> MemoryConfig:
@@ -134,27 +134,22 @@ def _of_one_chunk(task: RankTask) -> MemoryConfig:
     return dataclasses.replace(task.config, host_budget=task.config.host_budget // most)
 
 
-def _searched(search: _Search) -> RankPlan:
+def _best_share(search: _Search) -> float:
+    """Of the way, the part whose plans are fastest; less of it where more is not worth its trouble."""
     most = search.at(1.0)
-    if most is not None and all(plan.does_nothing for plan in most.plans.values()):
-        return most
-    found = search.at(0.0)
-    if found is None:
+    if most is not None and all(plan.does_nothing for plan in most.values()):
+        return 1.0
+    if search.at(0.0) is None:
         raise search.refusal()
     low, high = (0.0, 1.0) if most is None else (1.0, 1.0)
     while high - low > _FINE:
         middle = (low + high) / 2
         low, high = (middle, high) if search.has_plan(middle) else (low, middle)
+    best = 0.0
     for share in _SHARES:
-        tried = search.at(share * low)
-        found = found if tried is None else _faster(found, tried)
-    return found
-
-
-def _faster(one: RankPlan, other: RankPlan) -> RankPlan:
-    """The second where the first is not worth its trouble."""
-    seconds, others = (sum(plan.step_seconds.values()) for plan in (one, other))
-    return one if seconds < (1 - _GAIN) * others else other
+        if search.seconds_at(best) >= (1 - _GAIN) * search.seconds_at(share * low):
+            best = share * low
+    return best
 
 
 class _Search:
@@ -165,13 +160,21 @@ class _Search:
         self.most = {stage: self._most_held(stage) for stage in task.chunks}
         self.needs = {stage: needs_of(self.chunk_profile(stage)) for stage in task.chunks}
         self.least = {stage: min(self.most[stage], self._least_held(stage)) for stage in task.chunks}
-        self._known: dict[float, RankPlan | None] = {}
+        self._known: dict[float, dict[int, Plan] | None] = {}
 
-    def at(self, share: float) -> RankPlan | None:
-        """With so much of the way from the least to all that is saved; None: it does not fit."""
+    def at(self, share: float) -> dict[int, Plan] | None:
+        """The plans of the stages with so much of the way from the least to all that is saved; None: it does not
+        fit."""
         if share not in self._known:
-            self._known[share] = self._planned(self._limits(share), self.task.budget_bytes)
+            budget_bytes, problems = self.task.budget_bytes, self._problems(self._limits(share), self.task.budget_bytes)
+            plans = {stage: each.plan(budget_bytes, with_floor=False) for stage, each in (problems or {}).items()}
+            self._known[share] = None if problems is None else plans
         return self._known[share]
+
+    def seconds_at(self, share: float) -> float:
+        """Of one chunk of each stage."""
+        plans = self.at(share)
+        return math.inf if plans is None else sum(map(_seconds, plans.values()))
 
     def has_plan(self, share: float) -> bool:
         """Whether `at` gives a plan, without the search for the fastest."""
@@ -185,24 +188,16 @@ class _Search:
             limits[stage] = least + int(share * (most - least))
         return limits
 
-    def as_held(self, plan: RankPlan) -> RankPlan:
-        """The same plans; what a chunk holds in flight is no longer the limit that they were given, but what they hold.
-        They may hold less: activations leave whole, and layers may run again by rule."""
-        held = {
-            stage: min(limit, self._held_under(stage, plan.plans[stage]) + self.task.chunks[stage].input_bytes)
-            for stage, limit in plan.held_bytes.items()
-        }
-        return dataclasses.replace(plan, held_bytes=held)
-
-    def _planned(self, limits: Mapping[int, int], budget_bytes: int) -> RankPlan | None:
-        problems = self._problems(limits, budget_bytes)
-        if problems is None:
-            return None
-        plans = {stage: problem.plan(budget_bytes, with_floor=False) for stage, problem in problems.items()}
+    def rank_plan(self, share: float) -> RankPlan:
+        """With these plans, and what chunks hold under them. They may hold less than the limit that the plans were
+        given: activations leave whole, and layers may run again by rule."""
+        plans, limits = self.at(share), self._limits(share)
+        assert plans is not None
+        held = {stage: min(limits[stage], self._held_under(stage, plan)) for stage, plan in plans.items()}
         return RankPlan(
             plans=plans,
-            held_bytes={stage: limits[stage] + self.task.chunks[stage].input_bytes for stage in plans},
-            peak_bytes=budget_bytes,
+            held_bytes={stage: nbytes + self.task.chunks[stage].input_bytes for stage, nbytes in held.items()},
+            peak_bytes=self._peak_bytes(plans, held),
             step_seconds={stage: _seconds(plan) for stage, plan in plans.items()},
         )
 
@@ -253,11 +248,10 @@ class _Search:
             found[stop - 1 : stop + 1] = found[stop - 1 : stop + 1].max()
         return found
 
-    def peak_bytes(self, plan: RankPlan) -> int:
-        """What the rank needs at most, as its plans are."""
-        limits = {stage: held - self.task.chunks[stage].input_bytes for stage, held in plan.held_bytes.items()}
+    def _peak_bytes(self, plans: Mapping[int, Plan], limits: Mapping[int, int]) -> int:
+        """What the rank needs at most, as its plans are. `limits`: what chunks hold in flight beside their inputs."""
         own, found = {}, self._weights_bytes(limits)
-        for stage, each in plan.plans.items():
+        for stage, each in plans.items():
             own[stage], step_of_optimizer_bytes = self._most_under(stage, limits, each)
             found.append(step_of_optimizer_bytes)
         for moment in (each for each in self.task.moments if each.running):
