@@ -153,14 +153,12 @@ class ShownState:
     def _held(self, parameter: torch.Tensor, entries: Any) -> Any:
         if not isinstance(entries, dict):
             return entries
-        return {key: self._held_or_not(parameter, key, value) for key, value in entries.items()}
-
-    def _held_or_not(self, parameter: torch.Tensor, key: Any, value: Any) -> Any:
-        if key == "step" or not isinstance(value, torch.Tensor):
-            return value
-        if not movable(value, None, self._store.min_bytes):
-            return value
-        return _HeldState(value, self._dtype_of(parameter, key, value))
+        return {
+            key: _HeldState(value, self._dtype_of(parameter, key, value))
+            if key != "step" and movable(value, None, self._store.min_bytes)
+            else value
+            for key, value in entries.items()
+        }
 
     def _dtype_of(self, parameter: torch.Tensor, key: Any, value: torch.Tensor) -> torch.dtype:
         own = entries_of(self._optimizer.state, parameter).get(key)

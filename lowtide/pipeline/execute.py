@@ -55,18 +55,7 @@ from lowtide.pipeline.gradients import (
     gradient_norm,
 )
 from lowtide.pipeline.live_chunks import read_by_then
-from lowtide.pipeline.schedule import (
-    RECEIVES,
-    SENDS,
-    Action,
-    AnyAction,
-    Kind,
-    Pair,
-    Result,
-    Schedule,
-    carried_by,
-    made_by,
-)
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 from lowtide.pipeline.torch_stage import (
     Places,
     Tensors,
@@ -356,8 +345,8 @@ class _Walk:
         self._to_send: dict[int, deque[Result]] = defaultdict(deque)
         """To each rank, in the order of the schedule."""
         for action in row:
-            if action.kind in SENDS:
-                result = carried_by(action)
+            if action.kind.is_send:
+                result = action.carries
                 reader = self._pipeline.schedule.reader(result)
                 assert reader is not None
                 self._to_send[reader].append(result)
@@ -411,9 +400,9 @@ class _Walk:
 
     def _do(self, every: AnyAction) -> None:
         self.at = every
-        if not isinstance(every, Pair) and every.kind in RECEIVES:
+        if not isinstance(every, Pair) and every.kind.is_receive:
             assert self._transport is not None
-            result = carried_by(every)
+            result = every.carries
             self._transport.ask(result, source=self._pipeline.schedule.rank_of_stage[result.stage])
         elif not isinstance(every, Pair) and every.kind is Kind.BACKWARD_WEIGHT:
             self._weight_gradient(every)
@@ -534,7 +523,7 @@ class _Walk:
 
     def _give(self, action: Action, tensors: Tensors) -> None:
         """Hand a result on: to this rank, or to another one as soon as those before it have gone."""
-        result = made_by(action)
+        result = action.makes
         reader = None if result is None else self._pipeline.schedule.reader(result)
         if result is None or reader is None:
             return

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from lowtide.config.run import SCHEDULES
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule, as_v, in_rounds, made_by
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule, as_v, in_rounds
 
 
 class _Row:
@@ -211,7 +211,7 @@ def paired(schedule: Schedule) -> Schedule:
                 and each.kind is Kind.BACKWARD
                 and isinstance(before, Action)
                 and before.kind is Kind.FORWARD
-                and made_by(before) not in schedule.needs(each)
+                and before.makes not in schedule.needs(each)
             ):
                 made[-1] = Pair(before, each)
             else:

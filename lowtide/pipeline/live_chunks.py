@@ -18,18 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowtide.pipeline.schedule import (
-    RECEIVES,
-    TRANSFERS,
-    Action,
-    AnyAction,
-    Kind,
-    Pair,
-    Result,
-    Schedule,
-    carried_by,
-    made_by,
-)
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 
 HEAD_BYTES = 1024
 """Of a message, beside its tensors."""
@@ -87,7 +76,7 @@ def read_by_then(schedule: Schedule, rank: int) -> dict[AnyAction, frozenset[Res
         seen |= read
         found[every] = frozenset(read)
         for part in every.parts:
-            result = made_by(part)
+            result = part.makes
             if result is not None and schedule.reader(result) not in (None, rank):
                 sent.add(result)
     return found
@@ -121,15 +110,15 @@ def _walk(
             live[action.stage] += 1
         if puts_off and action.kind is Kind.BACKWARD_INPUT:
             put_off[Kind.BACKWARD_WEIGHT, action.stage] += 1
-        result = made_by(action)
+        result = action.makes
         reader = None if result is None else schedule.reader(result)
         if result is not None and reader is not None:
             (waiting if reader == rank else sent).add(result)
 
     for position, every in enumerate(schedule.actions[rank]):
         sent = {result for result in sent if known[position].get(place[result][0], -1) < place[result][1]}
-        parts = [part for part in every.parts if part.kind not in TRANSFERS and part.kind is not Kind.BACKWARD_WEIGHT]
-        waiting.update(carried_by(part) for part in every.parts if part.kind in RECEIVES)
+        parts = [part for part in every.parts if not part.kind.is_transfer and part.kind is not Kind.BACKWARD_WEIGHT]
+        waiting.update(part.carries for part in every.parts if part.kind.is_receive)
         if puts_off and every.parts[0].kind is Kind.BACKWARD_WEIGHT:
             yield moment(())
             put_off[Kind.BACKWARD_WEIGHT, every.parts[0].stage] -= 1
@@ -158,13 +147,13 @@ def _reader_positions(schedule: Schedule) -> dict[Result, tuple[int, int]]:
 
 def _read_by(schedule: Schedule, action: Action) -> Iterator[Result]:
     """Results of other stages that an action reads."""
-    if action.kind not in TRANSFERS and action.kind is not Kind.BACKWARD_WEIGHT:
+    if not action.kind.is_transfer and action.kind is not Kind.BACKWARD_WEIGHT:
         yield from (result for result in schedule.needs(action) if result.stage != action.stage)
 
 
 def _known_positions(schedule: Schedule, rank: int) -> list[dict[int, int]]:
     """For each action of `rank`: up to which position each other rank has certainly come when it begins."""
-    makers = {made_by(action): (other, place) for other, place, action in schedule.parts()}
+    makers = {action.makes: (other, place) for other, place, action in schedule.parts()}
     known: list[list[dict[int, int]]] = [[] for _ in schedule.actions]
     """Of each rank, when each of its actions begins."""
     is_moving = True

@@ -34,7 +34,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.schedule import TRANSFERS, Action, AnyAction, Kind, Pair, Schedule
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.private import await_unshard, make_schedule_runtime
 
@@ -110,7 +110,7 @@ def runtime_of(
 
 def _with_gathers(row: Sequence[AnyAction], sharded: Collection[int]) -> list[str]:
     """With the actions that gather and reduce these stages."""
-    computes = [[part.stage for part in every.parts if part.kind not in TRANSFERS] for every in row]
+    computes = [[part.stage for part in every.parts if not part.kind.is_transfer] for every in row]
     cells = []
     for place, every in enumerate(row):
         own = sharded & set(computes[place])

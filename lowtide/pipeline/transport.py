@@ -36,7 +36,7 @@ import torch.distributed as dist
 from lowtide.errors import ConfigError, PipelineError
 from lowtide.pipeline.agree import FailureNote, refuse_difference
 from lowtide.pipeline.live_chunks import HEAD_BYTES
-from lowtide.pipeline.schedule import Kind, Result, receive_of, send_of
+from lowtide.pipeline.schedule import Kind, Result
 from lowtide.tensors.ranks import gather
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -125,7 +125,7 @@ class GroupTransport:
                 self._known[key] = blanks
         elif known != blanks:
             raise ConfigError(
-                f"pipeline: at {send_of(result)} stage {result.stage} passes on {_told(blanks)}, and for another "
+                f"pipeline: at {result.send} stage {result.stage} passes on {_told(blanks)}, and for another "
                 f"micro-batch of the same shape it was {_told(known)}; what a stage passes on must follow from the "
                 "shapes of its batch"
             )
@@ -135,7 +135,7 @@ class GroupTransport:
             for tensor, blank in zip(tensors, blanks, strict=True)
             if tensor is not None and blank is not None and tensor.numel()
         ]
-        with self._telling(to, f"was sending {send_of(result)} to it"):
+        with self._telling(to, f"was sending {result.send} to it"):
             works = [dist.isend(_bytes_of(part), group=group, group_dst=to) for part, group in parts]
         self._on_the_way[result].append((to, works, [part for part, _ in parts]))
 
@@ -156,7 +156,7 @@ class GroupTransport:
                 continue
             tensor = blank.empty(self._device)
             if tensor.numel():
-                with self._telling(source, f"waited for {send_of(result)} of it"):
+                with self._telling(source, f"waited for {result.send} of it"):
                     works.append(dist.irecv(_bytes_of(tensor.permute(blank.order)), group=way, group_src=source))
             tensors.append(tensor.requires_grad_(blank.requires_grad))
         self._asked[result] = source, tuple(tensors), works
@@ -164,7 +164,7 @@ class GroupTransport:
     def read(self, result: Result) -> Tensors:
         """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
         source, tensors, works = self._asked.pop(result)
-        with self._telling(source, f"waited for {send_of(result)} of it"):
+        with self._telling(source, f"waited for {result.send} of it"):
             for work in works:
                 work.wait()
         return tensors
@@ -173,7 +173,7 @@ class GroupTransport:
         """Wait until these have gone."""
         for result in results:
             for to, works, _ in self._on_the_way.pop(result):
-                with self._telling(to, f"was sending {send_of(result)} to it"):
+                with self._telling(to, f"was sending {result.send} to it"):
                     for work in works:
                         work.wait()
 
@@ -204,16 +204,16 @@ class GroupTransport:
 
     def _read_head(self, expected: Result, source: int) -> _Blanks:
         head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
-        with self._telling(source, f"waited for {send_of(expected)} of it"):
+        with self._telling(source, f"waited for {expected.send} of it"):
             dist.recv(head, group=self._heads, group_src=source)
-        wanted = f"rank {self.rank} stands at {receive_of(expected)}"
+        wanted = f"rank {self.rank} stands at {expected.receive}"
         try:
             (kind, *place), blanks = json.loads(head.numpy().tobytes())
         except ValueError:
             raise PipelineError(f"pipeline: {wanted}, and from rank {source} came no head of a message") from None
         result = Result(Kind(kind), *place)
         if result != expected:
-            raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {send_of(result)}")
+            raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {result.send}")
         return tuple(
             None if each is None else _Blank(tuple(each[0]), getattr(torch, each[1]), each[2], tuple(each[3]))
             for each in blanks

@@ -27,21 +27,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.schedule import (
-    RECEIVES,
-    SENDS,
-    TRANSFERS,
-    Action,
-    AnyAction,
-    Kind,
-    Pair,
-    Result,
-    Schedule,
-    carried_by,
-    made_by,
-    receive_of,
-    send_of,
-)
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 
 
 def verify(schedule: Schedule, *, sends_wait: bool = True) -> None:
@@ -63,13 +49,13 @@ def order_faults(schedule: Schedule) -> Iterator[str]:
     sent: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, index, action in schedule.parts():
-        if action.kind in SENDS:
+        if action.kind.is_send:
             sent[rank, _peer(schedule, action)].append((index, action))
-        elif action.kind in RECEIVES:
+        elif action.kind.is_receive:
             received[_peer(schedule, action), rank].append((index, action))
     for (source, target), messages in sorted(sent.items()):
         for number, ((from_index, send), (to_index, receive)) in enumerate(zip(messages, received[source, target])):
-            if carried_by(send) != carried_by(receive):
+            if send.carries != receive.carries:
                 yield (
                     f"schedule '{schedule.name}': message {number} from rank {source} to rank {target} is sent as "
                     f"{send} (rank {source}, action {from_index}) and received as {receive} (rank {target}, action "
@@ -121,7 +107,7 @@ def _check_chunks(schedule: Schedule) -> None:
     """Every chunk goes forward once and backward once. Each stage lives on one rank, so that rank does both."""
     seen: dict[tuple[int, int], list[Kind]] = defaultdict(list)
     for rank, index, action in schedule.parts():
-        if action.kind in TRANSFERS:
+        if action.kind.is_transfer:
             continue
         kinds = seen[action.stage, action.micro_batch]
         clash = {
@@ -153,15 +139,15 @@ def _check_chunks(schedule: Schedule) -> None:
 
 def _maker(result: Result, row: tuple[AnyAction, ...]) -> Action:
     """The action of a row that makes a result."""
-    return next(action for every in row for action in every.parts if made_by(action) == result)
+    return next(action for every in row for action in every.parts if action.makes == result)
 
 
 def _check_transfers(schedule: Schedule) -> None:
     """Every result that another rank reads has its one send and its one receive, each in its place."""
     wanted = dict.fromkeys(_wanted_transfers(schedule))  # keeps their order, so that the first fault is always the same
-    counts = Counter(action for _, _, action in schedule.parts() if action.kind in TRANSFERS)
+    counts = Counter(action for _, _, action in schedule.parts() if action.kind.is_transfer)
     for rank, index, action in schedule.parts():
-        if action.kind in TRANSFERS and action not in wanted:
+        if action.kind.is_transfer and action not in wanted:
             raise ConfigError(f"{_at(schedule, rank, index)}: no other rank is at its other end")
         if counts[action] > 1:
             raise ConfigError(f"{_at(schedule, rank, index)}: rank {rank} has it {counts[action]} times")
@@ -179,30 +165,30 @@ def _check_order(schedule: Schedule) -> None:
         """What this rank has made or received."""
         for index, every in enumerate(row):
             for action in every.parts:
-                if action.kind in SENDS and carried_by(action) not in there:
-                    maker = _maker(carried_by(action), row)
+                if action.kind.is_send and action.carries not in there:
+                    maker = _maker(action.carries, row)
                     raise ConfigError(f"{_at(schedule, rank, index)}: stands before {maker}, which makes what it sends")
-                for need in schedule.needs(action) if action.kind not in TRANSFERS else ():
+                for need in schedule.needs(action) if not action.kind.is_transfer else ():
                     if need not in there and schedule.rank_of_stage[need.stage] == rank:
                         raise ConfigError(
                             f"{_at(schedule, rank, index)}: {action} reads what {_maker(need, row)} makes, "
                             "which is not done by then"
                         )
                     if need not in there and schedule.has_transfers:
-                        raise ConfigError(f"{_at(schedule, rank, index)}: {receive_of(need)} stands after it")
+                        raise ConfigError(f"{_at(schedule, rank, index)}: {need.receive} stands after it")
             for action in every.parts:
-                result = carried_by(action) if action.kind in RECEIVES else made_by(action)
+                result = action.carries if action.kind.is_receive else action.makes
                 if result is not None:
                     there.add(result)
 
 
 def _wanted_transfers(schedule: Schedule) -> Iterator[Action]:
     for rank, _, action in schedule.parts():
-        result = made_by(action)
+        result = action.makes
         reader = None if result is None else schedule.reader(result)
         if result is not None and reader is not None and reader != rank:
-            yield send_of(result)
-            yield receive_of(result)
+            yield result.send
+            yield result.receive
 
 
 def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
@@ -215,13 +201,13 @@ def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
     def stands_for(rank: int) -> Result | None:
         """What a rank stands for at its action: what it reads or receives, or its own message not yet wanted."""
         for action in schedule.actions[rank][at[rank]].parts:
-            if action.kind in RECEIVES:
-                if (result := carried_by(action)) not in there:
+            if action.kind.is_receive:
+                if (result := action.carries) not in there:
                     return result
-            elif action.kind in SENDS:
-                result = carried_by(action)
+            elif action.kind.is_send:
+                result = action.carries
                 peer = _peer(schedule, action)  # it has the receive, and cannot have gone past it
-                if sends_wait and schedule.actions[peer][at[peer]] != receive_of(result):
+                if sends_wait and schedule.actions[peer][at[peer]] != result.receive:
                     return result
             elif not with_transfers:
                 for need in schedule.needs(action):
@@ -236,9 +222,9 @@ def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
         row, before = schedule.actions[rank], at[rank]
         while at[rank] < len(row) and stands_for(rank) is None:
             for action in row[at[rank]].parts:
-                if action.kind in SENDS:
-                    there.add(carried_by(action))
-                elif not with_transfers and (result := made_by(action)) is not None:
+                if action.kind.is_send:
+                    there.add(action.carries)
+                elif not with_transfers and (result := action.makes) is not None:
                     there.add(result)
             at[rank] += 1
         if at[rank] < len(row):
@@ -255,11 +241,11 @@ def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
         assert result is not None
         every = schedule.actions[rank][at[rank]]
         first = every.parts[0]
-        if first.kind in SENDS:
-            other, awaited = _peer(schedule, first), receive_of(result)
+        if first.kind.is_send:
+            other, awaited = _peer(schedule, first), result.receive
         else:
             other = schedule.rank_of_stage[result.stage]
-            awaited = send_of(result) if first.kind in RECEIVES else _maker(result, schedule.actions[other])
+            awaited = result.send if first.kind.is_receive else _maker(result, schedule.actions[other])
         sentences[rank] = f"rank {rank} at action {at[rank]} ({every}) waits for {awaited} of rank {other}"
         rank = other
     circle = list(sentences)[list(sentences).index(rank) :]

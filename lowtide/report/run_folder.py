@@ -152,8 +152,9 @@ def report_of_folder(folder: Path) -> Report:
         is_without_temporaries=any(row.get("device") == "cpu" for row in rows[-1:]),
         step_seconds=recorded.get("measured_seconds"),
     )
+    within = f" within {format_bytes(plan.budget_bytes)}" if plan is not None and plan.budget_bytes else ""
     return Report(
-        title=f"{folder.name or folder.resolve().name}: {_what(plan)}",
+        title=f"{folder.name or folder.resolve().name}: a run{within}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
         tiles=tuple(_tiles(plan, history, measured, _moved(rows[-1] if rows else {}))),
         plan=plan,
@@ -161,12 +162,6 @@ def report_of_folder(folder: Path) -> Report:
         history=history,
         measured=measured,
     )
-
-
-def _what(plan: Plan | None) -> str:
-    if plan is not None and plan.budget_bytes:
-        return f"a run within {format_bytes(plan.budget_bytes)}"
-    return "a run"
 
 
 def _tiles(
