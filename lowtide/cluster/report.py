@@ -13,13 +13,7 @@ from typing import Any
 
 from lowtide.cluster.layout import Question
 from lowtide.cluster.rank import PlannedRank
-from lowtide.cluster.search import (
-    GRADIENT_BYTES,
-    MASTER_BYTES,
-    WEIGHT_BYTES,
-    ClusterPlan,
-    LayoutPlan,
-)
+from lowtide.cluster.search import GRADIENT_BYTES, MASTER_BYTES, WEIGHT_BYTES, ClusterPlan, LayoutPlan
 from lowtide.cluster.step import StepParts
 from lowtide.core.text_table import align, percent, wrapped
 from lowtide.units import GIB, format_bytes, format_seconds

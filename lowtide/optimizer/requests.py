@@ -69,13 +69,29 @@ def check_names(tier: Any, overlap: Any) -> None:
         )
 
 
-def share_of(resident: Any) -> float:
+def checked(
+    optimizer: torch.optim.Optimizer, *, tier: Any, overlap: Any, resident: Any, bucket_bytes: Any, min_bytes: Any
+) -> tuple[torch.device, float, int | None, int]:
+    """The device of all parameters, the share that stays, the size of a bucket (None: it follows from the state), and
+    that of the smallest tensor that moves. ConfigError for what cannot be."""
+    check_names(tier, overlap)
     if isinstance(resident, bool) or not isinstance(resident, int | float) or not 0 <= resident <= 1:
         raise ConfigError(
             f"lowtide.swap_optimizer: resident is a share from 0 to 1, not {resident!r}; memory.optimizer: auto finds "
             "the share for a budget"
         )
-    return float(resident)
+    size = None if bucket_bytes == "auto" else _size_of("bucket_bytes", bucket_bytes)
+    if size is not None and not LEAST_BYTES <= size <= MOST_BYTES:
+        raise ConfigError(
+            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
+            f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
+            "device at a time"
+        )
+    least = _size_of("min_bytes", min_bytes)
+    device = check_optimizer(optimizer)
+    if overlap == "in_backward":
+        check_alone()
+    return device, float(resident), size, least
 
 
 def check_alone() -> None:
@@ -87,22 +103,11 @@ def check_alone() -> None:
         )
 
 
-def size_of(name: str, value: Any) -> int:
+def _size_of(name: str, value: Any) -> int:
     try:
         return parse_bytes(value)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"lowtide.swap_optimizer: {name}: {error}") from error
-
-
-def bucket_bytes_of(value: Any) -> int:
-    size = size_of("bucket_bytes", value)
-    if not LEAST_BYTES <= size <= MOST_BYTES:
-        raise ConfigError(
-            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
-            f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
-            "device at a time"
-        )
-    return size
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:

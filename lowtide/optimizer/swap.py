@@ -28,17 +28,7 @@ from lowtide.engines.base import EngineChoice
 from lowtide.errors import ConfigError
 from lowtide.optimizer.in_backward import BackwardPrefetch, InBackward
 from lowtide.optimizer.parts import StepRun
-from lowtide.optimizer.requests import (
-    bucket_bytes_of,
-    check_alone,
-    check_names,
-    check_optimizer,
-    engine_for,
-    first_ones,
-    share_of,
-    size_of,
-    tiers_from,
-)
+from lowtide.optimizer.requests import check_optimizer, checked, engine_for, first_ones, tiers_from
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.step import Stepper
 from lowtide.optimizer.store import Holding, StateStore
@@ -104,13 +94,9 @@ def swap_optimizer(
             f"lowtide.swap_optimizer: takes a torch.optim.Optimizer, or a wrapper around one, not "
             f"{type(optimizer).__name__}"
         )
-    check_names(tier, overlap)
-    share = share_of(resident)
-    size = None if bucket_bytes == "auto" else bucket_bytes_of(bucket_bytes)
-    least = size_of("min_bytes", min_bytes)
-    device = check_optimizer(found)
-    if overlap == "in_backward":
-        check_alone()
+    device, share, size, least = checked(
+        found, tier=tier, overlap=overlap, resident=resident, bucket_bytes=bucket_bytes, min_bytes=min_bytes
+    )
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
     store = StateStore(

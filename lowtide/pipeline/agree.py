@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -232,16 +232,19 @@ def named_weights(stages: Mapping[int, nn.Module], loss: Any, last: int) -> dict
     return found
 
 
-def facts_of(origins: Sequence[Any], *, takes_turns: bool) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
-    """What the ranks must have in common, and the ties that are known. `origins`: of each stage that was cut."""
+def facts_of(
+    stages: Iterable[Any], tied: Sequence[Tie] | None, *, takes_turns: bool
+) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
+    """What the ranks must have in common, and the ties that are known: those given, or of a model that was cut."""
+    origins: list[Any] = [getattr(stage, "origin", None) for stage in stages]
     facts: dict[str, object] = {"ways to carry out pairs (run_pair)": "in turns" if takes_turns else "plain"}
-    for origin in origins:
-        facts |= {} if origin is None else origin[0]
-    return facts, origins[-1][1] if origins and all(origin is not None for origin in origins) else None
-
-
-def words_of(ties: Sequence[Tie]) -> str:
-    return "; ".join(" = ".join(map(str, tie)) for tie in ties) or "none"
+    for origin in filter(None, origins):
+        facts |= origin[0]
+    if tied is None and origins and all(origins):
+        tied = origins[-1][1]
+    known = None if tied is None else tuple(map(tuple, tied))
+    words = "none" if known == () else "; ".join(" = ".join(map(str, tie)) for tie in known or ())
+    return facts | {"tied weights": "not known" if known is None else words}, known
 
 
 def check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:

@@ -44,16 +44,8 @@ from lowtide.pipeline.agree import (
     meet,
     named_weights,
     refuse_difference,
-    words_of,
 )
-from lowtide.pipeline.gradients import (
-    Place,
-    StepGradients,
-    Tie,
-    TiedWeights,
-    described,
-    gradient_norm,
-)
+from lowtide.pipeline.gradients import Place, StepGradients, Tie, TiedWeights, described, gradient_norm
 from lowtide.pipeline.live_chunks import read_by_then
 from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 from lowtide.pipeline.torch_stage import (
@@ -135,10 +127,7 @@ class Pipeline:
             named = named_weights(self.stages, loss, self.schedule.num_stages - 1)
             for place, weight in named.items():
                 self.weights.setdefault(place.stage, []).append(weight)
-            origins = [getattr(stage, "origin", None) for stage in self.stages.values()]
-            facts, known = facts_of(origins, takes_turns=run_pair is not one_after_the_other)
-            tied = known if tied is None else tuple(map(tuple, tied))
-            facts["tied weights"] = "not known" if tied is None else words_of(tied)
+            facts, tied = facts_of(self.stages.values(), tied, takes_turns=run_pair is not one_after_the_other)
             self.tied = TiedWeights(tied or (), named, self.schedule.rank_of_stage, self.rank, self.stages)
         except ConfigError as error:
             mistake = str(error)

@@ -41,13 +41,7 @@ from lowtide.core.plan import plan_table
 from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
 from lowtide.errors import ConfigError, wrong_argument
-from lowtide.report.pictures import (
-    history_picture,
-    lane_picture,
-    memory_picture,
-    on_dark,
-    sweep_picture,
-)
+from lowtide.report.pictures import history_picture, lane_picture, memory_picture, on_dark, sweep_picture
 from lowtide.report.played_step import OWNERS, Block, Played
 from lowtide.report.report import Report, document
 from lowtide.units import format_bytes
