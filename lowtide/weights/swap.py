@@ -24,6 +24,7 @@ others. On an accelerator a weight that is read outside of its layer's turn is N
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -66,7 +67,7 @@ from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
 from lowtide.weights.micro_batches import MicroBatch, check_unwritten, run_backward
 from lowtide.weights.micro_batches import check as check_pieces
-from lowtide.weights.moves import FORWARD, Movable, WeightMoves, quiet
+from lowtide.weights.moves import FORWARD, Movable, WeightMoves, WeightStats, quiet
 
 UPDATES = ("step", "in_backward")
 _CALL = "lowtide.swap_weights"
@@ -76,24 +77,6 @@ _BUCKETS = 4
 """Three buckets of state on the device, and temporaries of the update of one."""
 _HOST_BYTES = HEAP_SLACK_BYTES + IDLE_BUFFER_BYTES + 2 * CHUNK_BYTES
 """Resident memory of the host engine beside what it holds; of a small budget a quarter is set aside for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightStats:
-    """What a handle has done so far. Bytes are of this rank."""
-
-    swapped_bytes: int
-    """Weights that are elsewhere between their layers' turns."""
-    resident_bytes: int
-    """Weights that stay on the device."""
-    window_bytes: int
-    """Most bytes of weights and gradients that may be on the device at a time."""
-    peak_bytes: int
-    """Most bytes of them that were."""
-    fetched_bytes: int
-    sent_bytes: int
-    stall_seconds: float
-    """Time that the calling thread waited for copies of weights and gradients."""
 
 
 @dataclass(eq=False, slots=True)
@@ -177,7 +160,7 @@ def swap_weights(
             incoming.promise()
         chosen = engine_for(engine, torch.optim.SGD(parameters[:1], lr=0.0), tier)
         moves = WeightMoves(chosen, place, tiers_from(chosen, tier))
-        moves.window_bytes = window_bytes
+        moves.stats.window_bytes = window_bytes
         swap = WeightSwap(model, movable, moves, closes_engine=chosen is not engine)
         swap.attach(found, update, bucket_bytes or found_bytes, incoming)
     except BaseException:
@@ -417,7 +400,7 @@ class WeightSwap:
         they were. Idempotent. Where memory runs out the swap stays in force, and a later call goes on from there."""
         moves = self._moves
         with moves.lock:
-            moves.staying = frozenset()
+            moves.order.staying = frozenset()
             moves.hide_all()
             if self.optimizer_swap is not None:
                 self.optimizer_swap.detach()
@@ -462,10 +445,10 @@ class WeightSwap:
         moves, moving = self._moves, {item for unit in self._units if unit.name in names for item in unit.items}
         staying = frozenset(self.weights.values()) - moving
         if self._is_limited:
-            staying &= moves.staying
+            staying &= moves.order.staying
         moves.hide_all()
-        moves.staying = staying
-        moves.window_bytes = window_bytes + sum(item.nbytes for item in staying)
+        moves.order.staying = staying
+        moves.stats.window_bytes = window_bytes + sum(item.nbytes for item in staying)
         self._is_limited = True
         moves.bring(staying)
 
@@ -524,7 +507,7 @@ class WeightSwap:
         if any(item.slot is None for item in unit.items):
             return  # of a graph that is older than `remove()`
         self._moves.arrive_at_the_end()
-        if self._moves.last != key:
+        if self._moves.order.last != key:
             away = [item for item in unit.gradients if item.is_away]
             new = tuple(item for item in unit.gradients if item.tensor is None)
             self._moves.use(key, [*unit.items, *away], new)
@@ -556,11 +539,11 @@ class WeightSwap:
             self._forwards(losses, batches)
             results = [batch.loss.detach() for batch in batches if batch.loss is not None]
             check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
-            self._moves.gathers = True
+            self._moves.order.gathers = True
             run_backward(batches, self.model, before=lambda batch: hold_updates(not batch.is_last), after=self._is_over)
         finally:
             self._micro_batch = None
-            self._moves.gathers = False
+            self._moves.order.gathers = False
             hold_updates(False)
             for batch in batches:
                 batch.let_go()
@@ -594,12 +577,12 @@ class WeightSwap:
 
     def _is_over(self, name: str) -> None:
         """The backward of a part is over for all micro-batches: its gradients may leave."""
-        self._moves.gathers = False
+        self._moves.order.gathers = False
         for unit in self._units:
             for item in unit.gradients if unit.name == name else ():
                 if item.tensor is not None:
                     self._after_gradient(item)
-        self._moves.gathers = True
+        self._moves.order.gathers = True
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
@@ -665,7 +648,7 @@ class WeightSwap:
 
     def _after_gradient(self, item: Movable) -> None:
         """A gradient is complete, for this backward pass."""
-        if self._moves.gathers:
+        if self._moves.order.gathers:
             return
         if self._moves.send(item):
             self._moves.leave(item)
@@ -697,7 +680,7 @@ class WeightSwap:
         with self._moves.using(("update", items[0].name), items, is_update=True):
             yield
         for item in weights:
-            if not item.is_clean and item not in self._moves.staying:
+            if not item.is_clean and item not in self._moves.order.staying:
                 self._moves.send(item)
 
     # -- what others see -----------------------------------------------------------------------------------------------
@@ -710,12 +693,12 @@ class WeightSwap:
     def here(self) -> Iterator[None]:
         """Within, all weights and gradients are on the device, whatever the budget: to read or change them there."""
         items = (*self.weights.values(), *(i for i in self._gradients.values() if i.tensor is not None))
-        self._moves.open.append(items)
+        self._moves.order.open.append(items)
         try:
             self._moves.bring(items)
             yield
         finally:
-            self._moves.open.remove(items)
+            self._moves.order.open.remove(items)
             self.flush()
 
     def check_copied(self) -> None:
@@ -743,9 +726,7 @@ class WeightSwap:
         """What was moved so far, and what lives where."""
         swapped = sum(item.nbytes for item in self.weights.values())
         total = sum(parameter.nbytes for parameter in self.model.parameters())
-        names = ("window_bytes", "peak_bytes", "fetched_bytes", "sent_bytes", "stall_seconds")
-        moved = {name: getattr(self._moves, name) for name in names}
-        return WeightStats(swapped_bytes=swapped, resident_bytes=total - swapped, **moved)
+        return dataclasses.replace(self._moves.stats, swapped_bytes=swapped, resident_bytes=total - swapped)
 
     def __str__(self) -> str:
         stats = self.stats
