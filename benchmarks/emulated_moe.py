@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.overlap_figures import Link
 from lowtide.pipeline import all_to_all, linear
-from lowtide.pipeline.exchange import Route, Work, start_on_group
+from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.overlap import Event
 
 WIDTH = 64
@@ -110,7 +110,7 @@ class DeadlineLink:
         self._free = 0.0
         self.spans: list[tuple[float, float]] = []
 
-    def start(self, rows: Tensor, sent: Tensor, route: Route) -> Work:
+    def start(self, rows: Tensor, sent: Tensor, route: Route) -> Any:
         begin = max(self._free, time.perf_counter())
         self._free = begin + self._link.seconds(sent.nbytes)
         self.spans.append((begin, self._free))
@@ -118,7 +118,7 @@ class DeadlineLink:
 
 
 class _Due:
-    def __init__(self, work: Work, due: float) -> None:
+    def __init__(self, work: Any, due: float) -> None:
         self._work = work
         self._due = due
 
@@ -132,7 +132,7 @@ class _Here:
         pass
 
 
-def start_here(rows: Tensor, sent: Tensor, route: Route) -> Work:
+def start_here(rows: Tensor, sent: Tensor, route: Route) -> Any:
     """No exchange at all: this rank keeps its rows."""
     rows.copy_(sent)
     return _Here()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lowtide.pipeline.overlap import BACKWARD, FORWARD, OTHER, Event
-from lowtide.pipeline.schedule import Action, Kind, Result, Schedule, made_by
+from lowtide.pipeline.schedule import Action, Kind, Result, Schedule
 
 # -- shares ------------------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class _Step:
                     put_off += [((part.stage, part.micro_batch), weight)] * (weight > 0)
                     if not left:
                         halves.popleft()
-                        result = made_by(part)
+                        result = part.makes
                         self.made.update({} if result is None else {result: now})
                         continue
                     link_free = due[part] = max(link_free, now) + self.times.exchange_seconds

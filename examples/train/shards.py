@@ -35,8 +35,10 @@ from torch.distributed.tensor.parallel import (
 
 from examples.train.ranks import Ranks
 from lowtide.config.run import RunConfig
-from lowtide.pipeline.agree import same_values
+from lowtide.errors import ConfigError
+from lowtide.pipeline.gradients import elements_of
 from lowtide.profiling.layers import find_layers
+from lowtide.tensors.ranks import gather
 
 _HEADS = 2
 """The dimension of heads in what transformers gives to the norm of a head."""
@@ -79,7 +81,7 @@ class RankShards:
             if parameter.grad is not None and not is_cut:
                 common[name] = parameter.grad
         what = "'parallel.tensor': a parameter is used on a part of a layer, and its gradients are parts; not covered, "
-        same_values(common, group=self.tensor, what=f"{what}leave it out")
+        _same_values(common, group=self.tensor, what=f"{what}leave it out")
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> torch.Tensor:
         """The norm of all gradients of the model, float32. Collective.
@@ -209,3 +211,18 @@ def check_heads(model: Any, size: int, fail: Callable[[str], NoReturn]) -> None:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor that ranks have parts of; any other tensor itself. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+_ROUNDING = 1e-3
+"""Two sums of the same numbers in other orders differ by less, relative to the largest element."""
+
+
+def _same_values(tensors: Mapping[str, torch.Tensor], *, group: Any, what: str) -> None:
+    """Compare some elements of each of these tensors with the other ranks of `group`. Collective. Raises ConfigError on
+    all ranks for the first that differs by more than rounding; `what` begins the text, and says what follows."""
+    own = {name: elements_of(tensor).double().cpu() for name, tensor in tensors.items()}
+    first, *others = gather(own, group)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if not torch.allclose(value, other[name], rtol=0.0, atol=_ROUNDING * float(value.abs().max())):
+                raise ConfigError(f"{what}: '{name}' differs between rank 0 and rank {rank} of the ranks that share it")

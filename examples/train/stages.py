@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import lowtide
 from examples.train.experts import named, split_for
@@ -36,9 +37,10 @@ from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
+from lowtide.loss.attach import SlicedLoss
 from lowtide.mindformers.follow import follow, layers_by_offset, sections_of_stages
 from lowtide.pipeline.budget import StagePlans, fit_stages
-from lowtide.pipeline.cut_model import cut, leave, loss_function
+from lowtide.pipeline.cut_model import cut, loss_of
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts import find_experts
 from lowtide.pipeline.generators import make_schedule
@@ -332,3 +334,28 @@ def _seconds_of_parts(profile: Profile, container: str, num_layers: int) -> tupl
 
 def _sizes(layers: Sequence[range]) -> list[int]:
     return [len(each) for each in layers]
+
+
+# -- what a rank has of a model that was cut -------------------------------------------------------------------------
+
+
+def leave(model: Any, layers: Sequence[int], *, first: bool, last: bool) -> None:
+    """Take from a model that was cut what this rank does not train: all layers but these, and the embedding or the head
+    where the rank has not the `first` or the `last` stage. What is left keeps its name."""
+    for number in set(range(len(model.model.layers))) - set(layers):
+        model.model.layers[number] = nn.Identity()
+    if not first:
+        model.model.embed_tokens = None
+    if not last:
+        model.model.norm = nn.Identity()
+        model.lm_head = None
+
+
+def loss_function(*, may_slice: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`loss_of`; if it may, in slices of rows, where they save memory and keep the bits (loss/attach.py)."""
+    if not may_slice:
+        return loss_of
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss = SlicedLoss(ForCausalLMLoss, shifts=True)
+    return lambda logits, tokens: loss(logits, tokens, vocab_size=logits.shape[-1])

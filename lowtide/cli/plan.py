@@ -48,8 +48,6 @@ _MOST_BYTES = 256 * MIB
 """Of a plan or a profile: a plan of 1,000 layers has some 20 MB."""
 _PLACES = ("keep", "swap", "auto")
 _STATE_PLACES = (*_PLACES, "in_backward")
-_Size = tuple[int, int]
-"""Sequences of a micro-batch, and tokens of each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,14 +161,15 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
 
         hardware = _hardware(settings, args)
         memory, budget_bytes, _ = settings.memory.settled(lambda: _memory(settings, args))
-        planner = _PlanMaker(memory, hardware, waiting)
+        profile_of = _tracing(hardware, waiting)
+        planned = _plans_within(memory, hardware, waiting, profile_of)
         tries: list[alternatives.Alternative] = []
         if args.largest is not None:
-            makes = {"lowtide": planner}
+            makes = {"lowtide": planned}
             has_own = memory.weights != "keep"  # which update in backward too
             if memory.rows is not None and settings.train.grad_accumulation == 1 and not has_own:
                 early = dataclasses.replace(memory, optimizer="in_backward")
-                makes["lowtide, updates in backward"] = _PlanMaker(early, hardware, waiting, planner.traced)
+                makes["lowtide, updates in backward"] = _plans_within(early, hardware, waiting, profile_of)
             step, rows, tries = alternatives.largest(
                 settings, hardware, budget_bytes, args.largest, makes, say=waiting.say
             )
@@ -178,7 +177,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
             step = alternatives.AskedStep(run=settings, hardware=hardware, budget_bytes=budget_bytes, say=waiting.say)
             rows = [step.by_hand(name) for name in alternatives.BY_HAND]
             try:
-                plan = planner(settings, None)
+                plan = planned(settings, None)
                 rows.append(step.of_plan(plan))
             except BudgetError as refused:
                 error = refused
@@ -187,7 +186,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
         weights = weights_of_run(step.run)
         if args.report is not None and plan is not None:
             waiting.say("drawing")
-            report = report_of_plan(plan, planner.profile_of(settings), memory, link=hardware.link)
+            report = report_of_plan(plan, profile_of(settings), memory, link=hardware.link)
             write_report(report, args.report)
     if args.out is not None and plan is not None:
         write(args.out, plan.to_json())
@@ -202,40 +201,43 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-class _PlanMaker:
-    """The plan of a run that is traced for it, within the budget of `memory`, or within another number of bytes."""
+def _tracing(hardware: Hardware, waiting: Waiting) -> Callable[[RunConfig], Profile]:
+    """What traces the step of a run, once for each size: all else of the runs is the same."""
+    from lowtide.cli.run_step import trace_run
 
-    def __init__(
-        self, memory: MemoryConfig, hardware: Hardware, waiting: Waiting, traced: dict[_Size, Profile] | None = None
-    ) -> None:
-        self._memory, self._hardware, self._waiting = memory, hardware, waiting
-        self.traced = {} if traced is None else traced
-        """Runs that were traced, by their size: all else of them is the same. Makers of one run share them."""
+    traced: dict[tuple[int, int], Profile] = {}
 
-    def profile_of(self, run: RunConfig) -> Profile:
-        """Of its step, traced where it was not yet."""
-        from lowtide.cli.run_step import trace_run
-
+    def profile_of(run: RunConfig) -> Profile:
         size = (run.train.batch_size, run.data.sequence_length)
-        if size not in self.traced:
-            like = next(iter(self.traced.values()), None)
-            self.traced[size] = trace_run(run, self._hardware, say=self._waiting.say, like=like)
-        return self.traced[size]
+        if size not in traced:
+            like = next(iter(traced.values()), None)
+            traced[size] = trace_run(run, hardware, say=waiting.say, like=like)
+        return traced[size]
 
-    def __call__(self, run: RunConfig, budget_bytes: int | None) -> Plan:
-        """Raises `BudgetError`; without ways out where another number of bytes was asked for."""
+    return profile_of
+
+
+def _plans_within(
+    memory: MemoryConfig, hardware: Hardware, waiting: Waiting, profile_of: Callable[[RunConfig], Profile]
+) -> alternatives.Maker:
+    """What makes the plan of a run within the budget of `memory`, or within another number of bytes; then a refusal is
+    without ways out."""
+
+    def make(run: RunConfig, budget_bytes: int | None) -> Plan:
         from lowtide.cli.run_step import changes_of
 
-        profile, memory, micro_batches = self.profile_of(run), self._memory, run.train.grad_accumulation
+        profile, config, micro_batches = profile_of(run), memory, run.train.grad_accumulation
         movable = profile.state.optimizer_movable
-        has_room = memory.host_budget is None or memory.host_budget >= movable
-        if memory.optimizer == "in_backward" and not (movable and has_room):
-            memory = dataclasses.replace(memory, optimizer="keep")
-        how: Any = {"link": self._hardware.link, "has_gradients": micro_batches > 1, "num_micro_batches": micro_batches}
+        has_room = config.host_budget is None or config.host_budget >= movable
+        if config.optimizer == "in_backward" and not (movable and has_room):
+            config = dataclasses.replace(config, optimizer="keep")
+        how: Any = {"link": hardware.link, "has_gradients": micro_batches > 1, "num_micro_batches": micro_batches}
         if budget_bytes is not None:
-            return plan_profile(profile, memory, budget_bytes=budget_bytes, with_suggestions=False, **how)
-        self._waiting.say("planning")
-        return plan_profile(profile, memory, changes=tuple(changes_of(run, self._hardware, profile)), **how)
+            return plan_profile(profile, config, budget_bytes=budget_bytes, with_suggestions=False, **how)
+        waiting.say("planning")
+        return plan_profile(profile, config, changes=tuple(changes_of(run, hardware, profile)), **how)
+
+    return make
 
 
 def _refuse_other_model(settings: RunConfig, profile: Profile) -> None:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from lowtide.cli.waiting import Waiting
 from lowtide.cluster.export import export
-from lowtide.cluster.layout import Batch
-from lowtide.cluster.search import ClusterPlan, Question, plan_cluster
+from lowtide.cluster.layout import Batch, Question
+from lowtide.cluster.search import ClusterPlan, plan_cluster
 from lowtide.cluster.shape import shape_of
 from lowtide.cluster.sharded import NetworkStep, play_network, sharded_profile
 from lowtide.config.memory import MemoryConfig

@@ -7,6 +7,7 @@ roofline's. stdout has a short table, or nothing but the profile with `--json`. 
 from __future__ import annotations
 
 import argparse
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,20 +88,19 @@ def _layer_cells(profile: Profile) -> Iterator[tuple[str, ...]]:
         sites = [site for site in profile.sites if site.layer in layers]
         yield (
             label,
-            str(sum(num_ops.get(layer, 0) for layer in layers)),
-            format_seconds(sum(seconds.get((layer, False), 0.0) for layer in layers)),
-            format_seconds(sum(seconds.get((layer, True), 0.0) for layer in layers)),
+            str(sum(num_ops[layer] for layer in layers)),
+            format_seconds(sum(seconds[layer, False] for layer in layers)),
+            format_seconds(sum(seconds[layer, True] for layer in layers)),
             format_bytes(sum(site.nbytes for site in sites)),
             format_bytes(sum(site.nbytes for site in sites if site.recipe is not None)),
         )
 
 
-def _by_layer(profile: Profile) -> tuple[dict[str | None, int], dict[tuple[str | None, bool], float]]:
-    num_ops: dict[str | None, int] = {}
-    seconds: dict[tuple[str | None, bool], float] = {}
+def _by_layer(profile: Profile) -> tuple[Counter[str | None], defaultdict[tuple[str | None, bool], float]]:
+    num_ops: Counter[str | None] = Counter()
+    seconds: defaultdict[tuple[str | None, bool], float] = defaultdict(float)
     for index, (name, taken) in enumerate(zip(profile.op_names, profile.op_seconds, strict=True)):
         layer = layer_of(name, profile.layers)
-        key = (layer, index >= profile.num_forward_ops)
-        num_ops[layer] = num_ops.get(layer, 0) + 1
-        seconds[key] = seconds.get(key, 0.0) + taken
+        num_ops[layer] += 1
+        seconds[layer, index >= profile.num_forward_ops] += taken
     return num_ops, seconds

@@ -22,15 +22,7 @@ from typing import Any, NoReturn, get_args
 
 from lowtide.config.loader import Locations, load_tree
 from lowtide.config.memory import MemoryConfig
-from lowtide.config.run import (
-    SCHEDULES,
-    DType,
-    ModelConfig,
-    PipelineConfig,
-    Precision,
-    RunConfig,
-    RunFile,
-)
+from lowtide.config.run import SCHEDULES, DType, ModelConfig, PipelineConfig, Precision, RunConfig, RunFile
 from lowtide.config.source import RawValue, read_yaml, shown
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import has_sections, read_sections

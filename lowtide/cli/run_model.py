@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from lowtide.config.run import NUM_BYTE_TOKENS, RunConfig
 from lowtide.engines.tiers.host_limit import host_limit

@@ -22,9 +22,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lowtide.cluster.layout import Layout, schedules_of
+from lowtide.cluster.layout import Layout, Question, schedules_of
 from lowtide.cluster.rank import Share
-from lowtide.cluster.search import ClusterPlan, LayoutPlan, Question
+from lowtide.cluster.search import ClusterPlan, LayoutPlan
 from lowtide.config.run import SCHEDULES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError

@@ -21,11 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lowtide.cluster.layout import Batch, Layout
-from lowtide.cluster.shape import DENSE, ModelShape
+from lowtide.cluster.layout import Layout, Question
+from lowtide.cluster.shape import DENSE
 from lowtide.cluster.step import StageTimes
-from lowtide.config.run import ParallelConfig
-from lowtide.timeline.hardware import Cluster, Hardware, all_to_all_seconds, ring_seconds
+from lowtide.timeline.hardware import all_to_all_seconds, ring_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +44,11 @@ class Op:
     """Of the forward; the backward has as much."""
     exchange_seconds: float = 0.0
     """The same."""
+
+    @property
+    def saves(self) -> tuple[str, ...]:
+        """All that its backward reads."""
+        return (*self.reads, *(self.makes if self.saves_own else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +87,21 @@ class Layer:
     @cached_property
     def read_bytes(self) -> int:
         """The most that the backward of one operator reads."""
-        read = ((*op.reads, *(op.makes if op.saves_own else ())) for op in self.ops)
-        return max(sum(self.nbytes[name] for name in names) for names in read)
+        return max(sum(self.nbytes[name] for name in op.saves) for op in self.ops)
+
+    @cached_property
+    def spans(self) -> dict[str, tuple[int, int, int]]:
+        """Of each saved activation, in operators of the forward: where it is made, where it is saved, and where the
+        forward no longer needs it."""
+        made = {"x1": -1} | {name: number for number, op in enumerate(self.ops) for name in op.makes}
+        users = {name: [number for number, op in enumerate(self.ops) if name in op.saves] for name in made}
+        return {name: (made[name], own[0], self.last_uses.get(name, own[-1] + 1)) for name, own in users.items()}
+
+    @cached_property
+    def reads(self) -> dict[str, list[int]]:
+        """Of each, the operators of the backward that read it."""
+        backward = self.ops[::-1]
+        return {name: [number for number, op in enumerate(backward) if name in op.saves] for name in self.spans}
 
     @cached_property
     def retained_input_bytes(self) -> int:
@@ -92,57 +109,28 @@ class Layer:
         return sum(nbytes for name, nbytes in self.nbytes.items() if name not in self.recipes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a layer runs, and on what."""
-
-    shape: ModelShape
-    layout: Layout
-    batch: Batch
-    config: ParallelConfig
-    hardware: Hardware
-    """Its rates are already those that a whole step reaches."""
-    cluster: Cluster
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch on one rank, without what sequence parallelism splits further."""
-        return self.batch.micro_batch * self.batch.sequence_length // self.layout.context
-
-    @property
-    def residual_tokens(self) -> int:
-        """Of the residual stream and the norms."""
-        return self.tokens // (self.layout.tensor if self.config.sequence_parallel else 1)
-
-    @property
-    def hand_over_bytes(self) -> int:
-        """Of the activations between two stages."""
-        return 2 * self.residual_tokens * self.shape.hidden
-
-
-def make_layer(place: Place, kind: str) -> Layer:
-    """A layer of this kind."""
-    maker = _Maker(place)
+def make_layer(question: Question, layout: Layout, kind: str) -> Layer:
+    """A layer of this kind. The rates of the device are those of `question`."""
+    maker, shape = _Maker(question, layout), question.shape
     maker.attention()
     if kind == DENSE:
-        maker.mlp(place.shape.inner, place.tokens, place.layout.tensor, "")
+        maker.mlp(shape.inner, maker.tokens, layout.tensor, "")
     else:
         maker.experts()
-    parameters, expert_parameters = place.shape.layer_parameters(kind)
+    parameters, expert_parameters = shape.layer_parameters(kind)
     # Attention and dense MLPs are split over tensor ranks; router and shared experts are on each of them, and so are
     # the matrices that make short vectors.
-    split = (parameters if kind == DENSE else place.shape.attention_parameters()) - place.shape.latent_parameters
+    split = (parameters if kind == DENSE else shape.attention_parameters()) - shape.latent_parameters
     largest = max(nbytes for name, nbytes in maker.nbytes.items() if name in maker.inner_names)
-    residual_bytes = maker.nbytes["x1"]
     return Layer(
         kind=kind,
         ops=tuple(maker.ops),
         nbytes=maker.nbytes,
         recipes=maker.recipes,
         last_uses={"x1": maker.num_attention_ops, "x2": len(maker.ops)},
-        temporary_bytes=3 * largest + 2 * residual_bytes,
-        parameters=split // place.layout.tensor + parameters - split,
-        expert_parameters=expert_parameters // place.layout.expert,
+        temporary_bytes=3 * largest + 2 * maker.nbytes["x1"],
+        parameters=split // layout.tensor + parameters - split,
+        expert_parameters=expert_parameters // layout.expert,
     )
 
 
@@ -150,20 +138,26 @@ def make_layer(place: Place, kind: str) -> Layer:
 class _Maker:
     """A layer while it is written down, operator by operator."""
 
-    place: Place
+    question: Question
+    layout: Layout
     ops: list[Op] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)
     recipes: dict[str, tuple[float, tuple[str, ...]]] = field(default_factory=dict)
     inner_names: list[str] = field(default_factory=list)
     """What activation functions make: the widest tensors, in whose backward the most temporaries are."""
     num_attention_ops: int = 0
+    tokens: int = field(init=False)
+    residual_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.question.tokens(self.layout)
+        self.residual_tokens = self.question.residual_tokens(self.layout)
 
     # ---- parts of a layer
 
     def attention(self) -> None:
-        place, shape = self.place, self.place.shape
-        tensor = place.layout.tensor
-        self.nbytes["x1"] = place.hand_over_bytes
+        shape, tokens, tensor = self.question.shape, self.tokens, self.layout.tensor
+        self.nbytes["x1"] = self.question.hand_over_bytes(self.layout)
         self._norm("norm1", "x1", "n1")
         heads, key_heads = shape.heads / tensor, max(shape.key_heads / tensor, 1)
         queries, keys, values = heads * shape.key_width, key_heads * shape.key_width, key_heads * shape.value_width
@@ -184,9 +178,9 @@ class _Maker:
                 columns=shape.up_columns / tensor,
             )
         self._attend(heads)
-        out = place.tokens * heads * shape.value_width
+        out = tokens * heads * shape.value_width
         self._product(
-            "projection", ("a",), out * shape.hidden, out + place.tokens * shape.hidden,
+            "projection", ("a",), out * shape.hidden, out + tokens * shape.hidden,
             heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._sum_seconds(),
         )  # fmt: skip
         self._made("x2", self.nbytes["x1"], "x1", "a")
@@ -195,8 +189,8 @@ class _Maker:
 
     def mlp(self, inner: int, tokens: int, tensor: int, prefix: str, reads: str = "n2") -> None:
         """`prefix` tells several MLPs of a layer apart."""
-        hidden, columns = self.place.shape.hidden, inner / tensor
-        wide = 2 * columns if self.place.shape.is_gated else columns
+        hidden, columns = self.question.shape.hidden, inner / tensor
+        wide = 2 * columns if self.question.shape.is_gated else columns
         collective = self._tensor_seconds() if tensor > 1 else 0.0
         up, act, h, g = f"{prefix}up", f"{prefix}act", f"{prefix}h", f"{prefix}g"
         self._product(
@@ -213,21 +207,20 @@ class _Maker:
         )  # fmt: skip
 
     def experts(self) -> None:
-        place, shape = self.place, self.place.shape
+        question, shape, tokens = self.question, self.question.shape, self.residual_tokens
         experts = shape.experts
         assert experts is not None
-        tokens = place.residual_tokens
         self._product("router", ("n2",), tokens * shape.hidden * experts.num, tokens * shape.hidden, 0, fp8=False)
         if experts.shared_inner:
             self.mlp(experts.shared_inner, tokens, 1, "shared ")
         copies = tokens * experts.top_k
         moved = 2 * 2 * copies * shape.hidden  # rows are put in the order of the experts
-        is_fp8 = place.config.precision == "fp8"
+        is_fp8 = question.config.precision == "fp8"
 
         def exchange(width: int) -> float:
             return all_to_all_seconds(
-                place.cluster,
-                place.layout.expert,
+                question.cluster,
+                self.layout.expert,
                 tokens=tokens,
                 vector_bytes=width * shape.hidden,
                 top_k=experts.top_k,
@@ -243,29 +236,27 @@ class _Maker:
 
     def _saved_width(self) -> int:
         """Bytes of an element that only a product in low precision reads again."""
-        return 1 if self.place.config.precision == "fp8" else 2
+        return 1 if self.question.config.precision == "fp8" else 2
 
     def _tensor_seconds(self) -> float:
         """Gather before, or scattered sum after, the products of tensor ranks. A sum on all of them, which is what
         there is without sequence parallelism, takes both; it stands after the products only, so each place has one."""
-        place = self.place
-        return ring_seconds(place.cluster, place.layout.tensor, 2.0 * place.tokens * place.shape.hidden)
+        return ring_seconds(self.question.cluster, self.layout.tensor, 2.0 * self.tokens * self.question.shape.hidden)
 
     def _sum_seconds(self) -> float:
         """After attention. Where no gather stood before it, the sum on all ranks is here as a whole."""
-        latent = self.place.shape.latent
-        is_whole = latent is not None and latent.query_rank > 0 and not self.place.config.sequence_parallel
+        latent = self.question.shape.latent
+        is_whole = latent is not None and latent.query_rank > 0 and not self.question.config.sequence_parallel
         return self._tensor_seconds() * (2 if is_whole else 1)
 
     def _short_seconds(self, width: int) -> float:
         """Gather of the short vectors of all tokens, which each tensor rank made of its part of the sequence."""
-        place = self.place
-        if not place.config.sequence_parallel:
+        if not self.question.config.sequence_parallel:
             return 0.0
-        return ring_seconds(place.cluster, place.layout.tensor, 2.0 * place.tokens * width)
+        return ring_seconds(self.question.cluster, self.layout.tensor, 2.0 * self.tokens * width)
 
     def _norm(self, name: str, reads: str, makes: str) -> None:
-        elements = self.place.residual_tokens * self.place.shape.hidden
+        elements = self.residual_tokens * self.question.shape.hidden
         self._traffic(name, 2 * 2 * elements, (reads,), (makes,))
         self._made(makes, elements * self._saved_width(), reads)
 
@@ -282,10 +273,9 @@ class _Maker:
         """One product whose columns are several saved activations. `gathered`: of all tokens' hidden states. `short`:
         of all tokens' short vectors of this width. `narrow`: of the rank's part of the tokens, and
         only products read them again."""
-        place = self.place
         rows = self._rows(source)
         total = sum(columns_of.values()) if columns is None else columns
-        tokens = place.residual_tokens if narrow else place.tokens
+        tokens = self.residual_tokens if narrow else self.tokens
         self._product(
             "to_" + "".join(columns_of), (source,), tokens * rows * total, tokens * (rows + total), rows * total,
             makes=tuple(columns_of),
@@ -298,22 +288,20 @@ class _Maker:
             self.recipes[name] = (op.seconds * share + op.collective_seconds, (source,))
 
     def _rows(self, source: str) -> float:
-        latent = self.place.shape.latent
+        latent = self.question.shape.latent
         if source == "n1" or latent is None:
-            return self.place.shape.hidden
+            return self.question.shape.hidden
         return latent.query_rank if source == "cq" else latent.key_rank
 
     def _attend(self, heads: float) -> None:
-        place, shape = self.place, self.place.shape
+        question, shape, context = self.question, self.question.shape, self.layout.context
+        length = question.batch.sequence_length
         # Causal: half of the scores, and of their product with the values.
-        flops = place.tokens * place.batch.sequence_length * heads * (shape.key_width + shape.value_width)
-        tokens = place.batch.sequence_length
-        seconds = place.hardware.attention_seconds(flops, 0, "bfloat16", tokens=tokens)
-        back = place.hardware.attention_seconds(2.5 * flops, 0, "bfloat16", tokens=tokens, is_backward=True)
+        flops = self.tokens * length * heads * (shape.key_width + shape.value_width)
+        seconds = question.hardware.attention_seconds(flops, 0, "bfloat16", tokens=length)
+        back = question.hardware.attention_seconds(2.5 * flops, 0, "bfloat16", tokens=length, is_backward=True)
         exchanged = self.nbytes["k"] + self.nbytes["v"]
-        ring = ring_seconds(
-            place.cluster, place.layout.context, place.layout.context * exchanged, stride=place.layout.tensor
-        )
+        ring = ring_seconds(question.cluster, context, context * exchanged, stride=self.layout.tensor)
         self.ops.append(
             Op(
                 name="attention",
@@ -325,7 +313,7 @@ class _Maker:
                 collective_seconds=max(0.0, ring - seconds),  # keys come while those that are there are worked on
             )
         )
-        self._made("a", int(2 * place.tokens * heads * shape.value_width), "q", "k", "v")
+        self._made("a", int(2 * self.tokens * heads * shape.value_width), "q", "k", "v")
 
     def _made(self, name: str, nbytes: int, *sources: str) -> None:
         """The last operator has made this, and makes it again from `sources`."""
@@ -344,8 +332,8 @@ class _Maker:
         collective: float = 0.0,
         fp8: bool = True,
     ) -> None:
-        dtype = "float8" if fp8 and self.place.config.precision == "fp8" else "bfloat16"
-        seconds = self.place.hardware.op_seconds(2.0 * multiplications, 2.0 * (elements + weights), dtype)
+        dtype = "float8" if fp8 and self.question.config.precision == "fp8" else "bfloat16"
+        seconds = self.question.hardware.op_seconds(2.0 * multiplications, 2.0 * (elements + weights), dtype)
         self.ops.append(
             Op(
                 name=name,
@@ -361,7 +349,7 @@ class _Maker:
     def _traffic(
         self, name: str, nbytes: float, reads: tuple[str, ...], makes: tuple[str, ...], exchange: float = 0.0
     ) -> None:
-        seconds = self.place.hardware.op_seconds(0, nbytes, "bfloat16", is_fused=True)
+        seconds = self.question.hardware.op_seconds(0, nbytes, "bfloat16", is_fused=True)
         self.ops.append(
             Op(
                 name=name, seconds=seconds, input_seconds=2 * seconds, reads=reads, makes=makes,

@@ -27,10 +27,12 @@ import numpy as np
 
 from lowtide.cluster.shape import ModelShape
 from lowtide.config.run import SCHEDULES, ParallelConfig
+from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.pipeline.generators import MOST_FORWARDS, make_schedule
 from lowtide.pipeline.live_chunks import live_mixes
 from lowtide.pipeline.schedule import Schedule, layers_of_stages
+from lowtide.timeline.hardware import Cluster, Hardware
 
 _LEAST_TOKENS = 2048
 _INTERLEAVES = (2, 3, 4)
@@ -114,6 +116,38 @@ class Batch:
         if self.sequences is None:
             return self.accumulation // layout.copies
         return self.sequences // (layout.data * self.micro_batch * layout.copies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a cluster is planned for."""
+
+    shape: ModelShape
+    batch: Batch
+    config: ParallelConfig
+    devices: int
+    hardware: Hardware
+    cluster: Cluster
+    budget_bytes: int
+    """Of each device."""
+    slices_loss: bool = True
+    """Whether the loss is taken in slices of rows (`memory.loss`), where one rank has all words."""
+    fates: tuple[Fate, ...] = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
+    """That may be used."""
+    optimizer: Literal["keep", "swap", "auto"] = "keep"
+    """Where its state is between steps: on the device, on the host, or where the step is shorter."""
+
+    def tokens(self, layout: Layout) -> int:
+        """Of a micro-batch on one rank, without what sequence parallelism splits further."""
+        return self.batch.micro_batch * self.batch.sequence_length // layout.context
+
+    def residual_tokens(self, layout: Layout) -> int:
+        """Of the residual stream and the norms."""
+        return self.tokens(layout) // (layout.tensor if self.config.sequence_parallel else 1)
+
+    def hand_over_bytes(self, layout: Layout) -> int:
+        """Of the activations between two stages."""
+        return 2 * self.residual_tokens(layout) * self.shape.hidden
 
 
 Fault = tuple[str, str]

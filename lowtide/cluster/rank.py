@@ -14,7 +14,7 @@ their mix of stages; the mix with the most bytes is planned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lowtide.cluster.layer import Layer
@@ -67,12 +67,12 @@ class PlannedRank:
     peak_bytes: int
     saved_bytes: int
     kept_bytes: int
-    swapped_bytes: int
-    recomputed_bytes: int
+    swapped_bytes: int = 0
+    recomputed_bytes: int = 0
     recompute_seconds: tuple[float, ...]
     """Of one chunk of each stage."""
     stall_seconds: tuple[float, ...]
-    gap: float
+    gap: float = 0.0
     """Share of the time by which a better plan of the rank may be faster."""
     shares: tuple[Mapping[str, Share], ...] = field(default_factory=tuple)
     """Of each stage, by kind of layer."""
@@ -115,22 +115,20 @@ def plan_rank(task: RankAtWorst, layers: Mapping[str, Layer], link: Link, memory
 
 
 def _solved(loads: RankAtWorst, layers: Mapping[str, Layer], link: Link) -> PlannedRank | None:
-    builder = _Builder(loads, layers)
-    step = builder.step()
+    step, places, times = _step_of(loads, layers)
     try:
         solution = solve(step, link, loads.budget_bytes, time_limit_seconds=_MOST_SOLVE_SECONDS)
     except BudgetError:
         return None
     by_fate: Counter[Fate] = Counter()
     seconds = [0.0] * len(loads.chunks)
-    for item, fate, block in zip(step.items, solution.fates, builder.block_of_item, strict=True):
+    for item, fate, (stage, *_) in zip(step.items, solution.fates, places, strict=True):
         by_fate[fate] += item.nbytes
         if fate is Fate.RECOMPUTE:
-            seconds[block.stage] += item.recipe_seconds
+            seconds[stage] += item.recipe_seconds
     timeline = solution.timeline
     # Stalls and contention fall on the stages by their time.
     waits = max(0.0, timeline.step_seconds - step.compute_seconds - timeline.recompute_seconds)
-    times = builder.seconds_of_stage
     total = sum(times)
     return PlannedRank(
         task=loads,
@@ -144,7 +142,7 @@ def _solved(loads: RankAtWorst, layers: Mapping[str, Layer], link: Link) -> Plan
             waits * time / total / max(number, 1) for time, number in zip(times, loads.chunks, strict=True)
         ),
         gap=solution.gap,
-        shares=builder.shares(solution.fates),
+        shares=_shares(loads, layers, places, solution.fates),
     )
 
 
@@ -191,122 +189,105 @@ def _all_kept(task: RankAtWorst, layers: Mapping[str, Layer], saved_bytes: int) 
         peak_bytes=_base_bytes(task, layers) + saved_bytes + head_bytes,
         saved_bytes=saved_bytes,
         kept_bytes=saved_bytes,
-        swapped_bytes=0,
-        recomputed_bytes=0,
         recompute_seconds=(0.0,) * len(task.stages),
         stall_seconds=(0.0,) * len(task.stages),
-        gap=0.0,
         shares=tuple(
             {kind: dict.fromkeys(layers[kind].nbytes, (0.0, 0.0)) for kind in stage.kinds} for stage in task.stages
         ),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One layer of one chunk."""
-
-    stage: int
-    chunk: int
-    index: int
-    kind: str
+Block = tuple[int, int, int, str]
+"""One layer of one chunk: stage, chunk, number of the layer in the stage, kind."""
+Place = tuple[int, str, str]
+"""Of a saved activation: the stage, the kind of layer, and its name."""
 
 
-class _Builder:
-    """Ticks and items of a rank."""
+def _step_of(loads: RankAtWorst, layers: Mapping[str, Layer]) -> tuple[Step, list[Place], list[float]]:
+    """Ticks and items of a rank, the place of each item, and the seconds of each stage."""
+    ticks: list[Tick] = []
+    seconds_of_stage = [0.0] * len(loads.chunks)
 
-    def __init__(self, loads: RankAtWorst, layers: Mapping[str, Layer]) -> None:
-        self.loads = loads
-        self.layers = layers
-        self.seconds_of_stage = [0.0] * len(loads.chunks)
-        self.block_of_item: list[_Block] = []
-        self._names: list[str] = []
-        self._ticks: list[Tick] = []
-        self._born: dict[tuple[_Block, str], int] = {}
-        self._saved: dict[tuple[_Block, str], int] = {}
-        self._dies: dict[tuple[_Block, str], int] = {}
-        self._reads: dict[tuple[_Block, str], list[int]] = {}
+    def add(stage: int, seconds: float, nbytes: int = 0) -> None:
+        ticks.append(Tick(seconds=seconds, base_bytes=nbytes))
+        seconds_of_stage[stage] += seconds
 
-    def step(self) -> Step:
-        order = [(stage, chunk) for stage, number in enumerate(self.loads.chunks) for chunk in range(number)]
-        for stage, chunk in order:
-            for block in self._blocks(stage, chunk):
-                self._forward(block)
-        num_forward = len(self._ticks)
-        for stage, chunk in sorted(order, key=lambda entry: (-entry[0], entry[1])):
-            head = self.loads.stages[stage]
-            if head.head_seconds:
-                self._tick(stage, 3 * head.head_seconds, head.head_bytes)
-            for block in reversed(self._blocks(stage, chunk)):
-                self._backward(block)
-        return Step(ticks=tuple(self._ticks), num_forward_ticks=num_forward, items=tuple(self._items()))
+    order = [(stage, chunk) for stage, number in enumerate(loads.chunks) for chunk in range(number)]
+    forwards: dict[Block, int] = {}
+    backwards: dict[Block, int] = {}
+    for stage, chunk in order:
+        for index, kind in enumerate(loads.stages[stage].kinds):
+            forwards[stage, chunk, index, kind] = len(ticks)
+            for op in layers[kind].ops:
+                add(stage, op.seconds + op.collective_seconds)
+    num_forward = len(ticks)
+    for stage, chunk in sorted(order, key=lambda entry: (-entry[0], entry[1])):
+        own = loads.stages[stage]
+        if own.head_seconds:
+            add(stage, 3 * own.head_seconds, own.head_bytes)
+        for index, kind in reversed([*enumerate(own.kinds)]):
+            backwards[stage, chunk, index, kind] = len(ticks)
+            for op in reversed(layers[kind].ops):
+                add(stage, op.input_seconds + op.weight_seconds + op.collective_seconds)
+    placed = [*_items(loads, layers, forwards, backwards)]
+    items = tuple(item for _, item in placed)
+    step = Step(ticks=tuple(ticks), num_forward_ticks=num_forward, items=items)
+    return step, [place for place, _ in placed], seconds_of_stage
 
-    def shares(self, fates: tuple[Fate, ...]) -> tuple[Mapping[str, Share], ...]:
-        """Of each stage: kind of layer -> activation -> shares swapped and recomputed."""
-        places = [(block.stage, block.kind, name) for block, name in zip(self.block_of_item, self._names, strict=True)]
-        counts, totals = Counter(zip(places, fates, strict=True)), Counter(places)
 
-        def share(place: tuple[int, str, str], fate: Fate) -> float:
-            return counts[place, fate] / max(totals[place], 1)
-
-        return tuple(
-            {
-                kind: {
-                    name: (share((stage, kind, name), Fate.SWAP), share((stage, kind, name), Fate.RECOMPUTE))
-                    for name in self.layers[kind].nbytes
-                }
-                for kind in dict.fromkeys(described.kinds)
-            }
-            for stage, described in enumerate(self.loads.stages)
-        )
-
-    def _blocks(self, stage: int, chunk: int) -> list[_Block]:
-        return [_Block(stage, chunk, index, kind) for index, kind in enumerate(self.loads.stages[stage].kinds)]
-
-    def _tick(self, stage: int, seconds: float, nbytes: int = 0) -> None:
-        self._ticks.append(Tick(seconds=seconds, base_bytes=nbytes))
-        self.seconds_of_stage[stage] += seconds
-
-    def _forward(self, block: _Block) -> None:
-        layer = self.layers[block.kind]
-        start = len(self._ticks)
-        self._born[block, "x1"] = max(start - 1, 0)
-        for offset, op in enumerate(layer.ops):
-            for name in op.makes:
-                self._born[block, name] = start + offset
-            for name in (*op.reads, *(op.makes if op.saves_own else ())):
-                self._saved.setdefault((block, name), start + offset)
-                self._dies[block, name] = start + offset + 1
-            self._tick(block.stage, op.seconds + op.collective_seconds)
-        for name, num_ops in layer.last_uses.items():
-            self._dies[block, name] = start + num_ops
-
-    def _backward(self, block: _Block) -> None:
-        for op in reversed(self.layers[block.kind].ops):
-            for name in (*op.reads, *(op.makes if op.saves_own else ())):
-                self._reads.setdefault((block, name), []).append(len(self._ticks))
-            self._tick(block.stage, op.input_seconds + op.weight_seconds + op.collective_seconds)
-
-    def _items(self) -> Iterator[Item]:
-        keys = sorted(self._born, key=lambda key: (self._saved[key], self._born[key]))
-        place = {key: index for index, key in enumerate(keys)}
-        for block, name in keys:
-            seconds, inputs = self.layers[block.kind].recipes.get(name, (0.0, ()))
-            fates = [Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if inputs else [])]
-            # Where rules leave nothing that can be done with it, it is kept.
-            left = tuple(fate for fate in fates if fate in self.loads.fates) or (Fate.KEEP,)
-            is_made = Fate.RECOMPUTE in left
-            self.block_of_item.append(block)
-            self._names.append(name)
-            yield Item(
-                name=f"stage {block.stage} chunk {block.chunk} layer {block.index} {name}",
-                nbytes=self.layers[block.kind].nbytes[name],
-                born=self._born[block, name],
-                saved=self._saved[block, name],
-                dies=self._dies[block, name],
-                reads=tuple(sorted(self._reads[block, name])),
-                release=max(self._reads[block, name]) + 1,
+def _items(
+    loads: RankAtWorst, layers: Mapping[str, Layer], forwards: Mapping[Block, int], backwards: Mapping[Block, int]
+) -> Iterator[tuple[Place, Item]]:
+    """Saved activations in the order in which they are saved. `forwards`, `backwards`: the first tick of each."""
+    spans = {
+        (block, name): (max(start + made, 0), start + saved, start + dies)
+        for block, start in forwards.items()
+        for name, (made, saved, dies) in layers[block[3]].spans.items()
+    }
+    keys = sorted(spans, key=lambda key: (spans[key][1], spans[key][0]))
+    number_of = {key: number for number, key in enumerate(keys)}
+    for block, name in keys:
+        stage, chunk, index, kind = block
+        seconds, inputs = layers[kind].recipes.get(name, (0.0, ()))
+        fates = [Fate.KEEP, Fate.SWAP, *([Fate.RECOMPUTE] if inputs else [])]
+        # Where rules leave nothing that can be done with it, it is kept.
+        left = tuple(fate for fate in fates if fate in loads.fates) or (Fate.KEEP,)
+        is_made = Fate.RECOMPUTE in left
+        born, saved, dies = spans[block, name]
+        reads = tuple(backwards[block] + number for number in layers[kind].reads[name])
+        yield (
+            (stage, kind, name),
+            Item(
+                name=f"stage {stage} chunk {chunk} layer {index} {name}",
+                nbytes=layers[kind].nbytes[name],
+                born=born,
+                saved=saved,
+                dies=dies,
+                reads=reads,
+                release=reads[-1] + 1,
                 fates=left,
                 recipe_seconds=seconds if is_made else 0.0,
-                inputs=tuple(place[block, source] for source in inputs) if is_made else (),
-            )
+                inputs=tuple(number_of[block, source] for source in inputs) if is_made else (),
+            ),
+        )
+
+
+def _shares(
+    loads: RankAtWorst, layers: Mapping[str, Layer], places: Sequence[Place], fates: Sequence[Fate]
+) -> tuple[Mapping[str, Share], ...]:
+    """Of each stage: kind of layer -> activation -> shares swapped and recomputed."""
+    counts, totals = Counter(zip(places, fates, strict=True)), Counter(places)
+
+    def share(place: Place, fate: Fate) -> float:
+        return counts[place, fate] / max(totals[place], 1)
+
+    return tuple(
+        {
+            kind: {
+                name: (share((stage, kind, name), Fate.SWAP), share((stage, kind, name), Fate.RECOMPUTE))
+                for name in layers[kind].nbytes
+            }
+            for kind in dict.fromkeys(described.kinds)
+        }
+        for stage, described in enumerate(loads.stages)
+    )

@@ -11,15 +11,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lowtide.cluster.layout import Question
 from lowtide.cluster.rank import PlannedRank
-from lowtide.cluster.search import (
-    GRADIENT_BYTES,
-    MASTER_BYTES,
-    WEIGHT_BYTES,
-    ClusterPlan,
-    LayoutPlan,
-    Question,
-)
+from lowtide.cluster.search import GRADIENT_BYTES, MASTER_BYTES, WEIGHT_BYTES, ClusterPlan, LayoutPlan
 from lowtide.cluster.step import StepParts
 from lowtide.core.text_table import align, percent, wrapped
 from lowtide.units import GIB, format_bytes, format_seconds
@@ -86,42 +80,30 @@ def document(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def _plan_document(plan: LayoutPlan, question: Question) -> dict[str, Any]:
-    return {
+    own = ("num_micro_batches", "num_layers", "step_seconds", "exchange_seconds", "ceiling_gain", "gap", "peak_bytes")
+    return {name: getattr(plan, name) for name in (*own, "moved_bytes")} | {
         "layout": dataclasses.asdict(plan.layout),
-        "num_micro_batches": plan.num_micro_batches,
-        "num_layers": list(plan.num_layers),
-        "step_seconds": plan.step_seconds,
         "tokens_per_second_and_device": tokens_per_second(plan, question) / question.devices,
         "parts": dataclasses.asdict(plan.parts),
-        "exchange_seconds": plan.exchange_seconds,
         "gain_over_full_recompute": plan.gain,
-        "ceiling_gain": plan.ceiling_gain,
-        "gap": plan.gap,
-        "peak_bytes": plan.peak_bytes,
-        "moved_bytes": plan.moved_bytes,
-        "ranks": [
+        "ranks": [_rank_document(rank) for rank in plan.ranks],
+    }
+
+
+def _rank_document(rank: PlannedRank) -> dict[str, Any]:
+    own = {field.name: getattr(rank, field.name) for field in dataclasses.fields(rank)}
+    task, shares = own.pop("task"), own.pop("shares")
+    del own["gap"]  # of the plan, which has the largest
+    return own | {
+        "chunks_in_flight": task.chunks,
+        "num_layers": [len(stage.kinds) for stage in task.stages],
+        "state_bytes": task.state_bytes,
+        "shares": [
             {
-                "chunks_in_flight": list(rank.task.chunks),
-                "num_layers": [len(stage.kinds) for stage in rank.task.stages],
-                "state_bytes": rank.task.state_bytes,
-                "peak_bytes": rank.peak_bytes,
-                "saved_bytes": rank.saved_bytes,
-                "kept_bytes": rank.kept_bytes,
-                "swapped_bytes": rank.swapped_bytes,
-                "recomputed_bytes": rank.recomputed_bytes,
-                "recompute_seconds": list(rank.recompute_seconds),
-                "stall_seconds": list(rank.stall_seconds),
-                "shares": [
-                    {
-                        kind: {
-                            name: {"swapped": swapped, "recomputed": made} for name, (swapped, made) in shares.items()
-                        }
-                        for kind, shares in of_stage.items()
-                    }
-                    for of_stage in rank.shares
-                ],
+                kind: {name: {"swapped": swapped, "recomputed": made} for name, (swapped, made) in of_kind.items()}
+                for kind, of_kind in of_stage.items()
             }
-            for rank in plan.ranks
+            for of_stage in shares
         ],
     }
 

@@ -21,17 +21,13 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from lowtide.cluster.layer import Layer, Place, make_layer
-from lowtide.cluster.layout import Batch, Layout, layouts, schedules_of, split_layers
+from lowtide.cluster.layer import Layer, make_layer
+from lowtide.cluster.layout import Layout, Question, layouts, schedules_of, split_layers
 from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, plan_rank, saved_bytes_of
-from lowtide.cluster.shape import ModelShape
-from lowtide.cluster.step import Clockwork, StageTimes, StepParts, step_parts
-from lowtide.config.run import ParallelConfig
-from lowtide.core.fate import Fate
+from lowtide.cluster.step import StageTimes, StepParts, least_seconds, step_parts
 from lowtide.errors import ConfigError
-from lowtide.timeline.hardware import Cluster, Hardware, hand_over_seconds, ring_seconds
+from lowtide.timeline.hardware import hand_over_seconds, ring_seconds
 from lowtide.units import MIB, format_bytes, format_seconds
 
 NUM_SHOWN = 5
@@ -51,26 +47,6 @@ _SLICES_BYTES = 4 * 64 * MIB
 """Slices that are alive at once, at most."""
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a cluster is planned for."""
-
-    shape: ModelShape
-    batch: Batch
-    config: ParallelConfig
-    devices: int
-    hardware: Hardware
-    cluster: Cluster
-    budget_bytes: int
-    """Of each device."""
-    slices_loss: bool = True
-    """Whether the loss is taken in slices of rows (`memory.loss`), where one rank has all words."""
-    fates: tuple[Fate, ...] = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
-    """That may be used."""
-    optimizer: Literal["keep", "swap", "auto"] = "keep"
-    """Where its state is between steps: on the device, on the host, or where the step is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +154,7 @@ def plan_cluster(
         elif stage == 0:
             tell("playing schedules for sharper bounds")
             heapq.heappush(waiting, (max(bound, planner.sharper(entry)), 1, name, entry))
-        elif num_planned >= most_planned and _has_plan(plans, waiting):
+        elif num_planned >= most_planned and (plans or any(isinstance(each, LayoutPlan) for *_, each in waiting)):
             unplanned.append(bound)
         else:
             num_planned += 1
@@ -198,10 +174,6 @@ def plan_cluster(
         num_planned=num_planned,
         unplanned_seconds=min(unplanned, default=None),
     )
-
-
-def _has_plan(plans: list[LayoutPlan], waiting: list[tuple[float, int, str, Draft | LayoutPlan]]) -> bool:
-    return bool(plans) or any(isinstance(entry, LayoutPlan) for *_, entry in waiting)
 
 
 def _nothing_fits(question: Question, drafts: list[Draft]) -> ConfigError:
@@ -242,10 +214,8 @@ class Planner:
     """Plans layouts of one question, and remembers what they have in common."""
 
     def __init__(self, question: Question) -> None:
-        self.question = question
-        share = question.cluster.compute_share
-        hardware = question.hardware
-        self._hardware = dataclasses.replace(
+        share, hardware = question.cluster.compute_share, question.hardware
+        reached = dataclasses.replace(
             hardware,
             flops_per_second={dtype: share * rate for dtype, rate in hardware.flops_per_second.items()},
             attention={
@@ -254,6 +224,8 @@ class Planner:
             },
             memory_bytes_per_second=share * hardware.memory_bytes_per_second,
         )
+        self.question = dataclasses.replace(question, hardware=reached)
+        """With the rates that a whole step reaches."""
         self._known: dict[tuple[int, ...], tuple[dict[str, Layer], Memory]] = {}
         """By the ranks that share a layer."""
 
@@ -261,18 +233,11 @@ class Planner:
         """Stages, bounds, and what each rank has to hold. `moves`: the optimizer's state is elsewhere."""
         question = self.question
         key = (layout.tensor, layout.context, layout.expert)
-        place = Place(
-            shape=question.shape,
-            layout=layout,
-            batch=question.batch,
-            config=question.config,
-            hardware=self._hardware,
-            cluster=question.cluster,
-        )
         if key not in self._known:
-            self._known[key] = {kind: make_layer(place, kind) for kind in dict.fromkeys(question.shape.kinds)}, {}
+            kinds = dict.fromkeys(question.shape.kinds)
+            self._known[key] = {kind: make_layer(question, layout, kind) for kind in kinds}, {}
         layers, memory = self._known[key]
-        stages, times = self._stages(place, layers)
+        stages, times = self._stages(layout, layers)
         num_micro_batches = question.batch.num_micro_batches(layout)
         schedules = schedules_of(layout, num_micro_batches)
         schedule = schedules.schedule
@@ -293,11 +258,9 @@ class Planner:
                     fates=question.fates,
                 )
             )
-        clockwork = Clockwork(times, question.cluster.overlap_share)
-        pace = max(
-            clockwork.least_seconds(schedule.stages_of(rank), has_pairs=layout.has_pairs)
-            for rank in range(schedule.num_ranks)
-        )
+        by_rank = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
+        share = question.cluster.overlap_share
+        pace = max(least_seconds(mine, share, has_pairs=layout.has_pairs) for mine in by_rank)
         gradients, optimizer = self._ends(layout, stages, layers, schedule.rank_of_stage)
         link = question.hardware.link
         optimizer = max(optimizer, moved_bytes / min(link.in_bytes_per_second, link.out_bytes_per_second))
@@ -314,7 +277,7 @@ class Planner:
             moved_bytes=moved_bytes,
             transfer_seconds=hand_over_seconds(
                 question.cluster,
-                place.hand_over_bytes,
+                question.hand_over_bytes(layout),
                 stride=layout.tensor * layout.context * layout.data,
                 ranks=layout.pipeline,
             ),
@@ -329,7 +292,8 @@ class Planner:
     def _parts(self, draft: Draft, times: Sequence[StageTimes]) -> StepParts:
         return step_parts(
             schedules_of(draft.layout, draft.num_micro_batches),
-            Clockwork(tuple(times), self.question.cluster.overlap_share),
+            times,
+            self.question.cluster.overlap_share,
             draft.num_micro_batches,
             transfer_seconds=draft.transfer_seconds,
             gradients=draft.gradients,
@@ -377,16 +341,17 @@ class Planner:
 
     # ---- parts of a draft
 
-    def _stages(self, place: Place, layers: Mapping[str, Layer]) -> tuple[tuple[Stage, ...], tuple[StageTimes, ...]]:
-        shape, layout, hardware = place.shape, place.layout, self._hardware
+    def _stages(self, layout: Layout, layers: Mapping[str, Layer]) -> tuple[tuple[Stage, ...], tuple[StageTimes, ...]]:
+        question, shape, hardware = self.question, self.question.shape, self.question.hardware
+        tokens, residual_tokens = question.tokens(layout), question.residual_tokens(layout)
         # Reads rows of the embedding, writes them to the residual stream; gradients add up where rows were read.
-        embed = hardware.op_seconds(0, 4.0 * place.residual_tokens * shape.hidden, "bfloat16", is_fused=True)
+        embed = hardware.op_seconds(0, 4.0 * residual_tokens * shape.hidden, "bfloat16", is_fused=True)
         columns = shape.vocabulary / layout.tensor
-        head = hardware.op_seconds(2.0 * place.tokens * shape.hidden * columns, 0, "bfloat16")
+        head = hardware.op_seconds(2.0 * tokens * shape.hidden * columns, 0, "bfloat16")
         kinds = shape.kinds
         plain = {kind: layer.times.plain for kind, layer in layers.items()}
         costs = [plain[kind] for kind in kinds]
-        counts = split_layers(costs, layout.num_stages, first=2 * embed, last=3 * head, wanted=place.config.layers)
+        counts = split_layers(costs, layout.num_stages, first=2 * embed, last=3 * head, wanted=question.config.layers)
         stages, times, start = [], [], 0
         for number, count in enumerate(counts):
             mine = kinds[start : start + count]
@@ -397,7 +362,7 @@ class Planner:
                     kinds=mine,
                     has_embedding=is_first,
                     head_seconds=head if is_last else 0.0,
-                    head_bytes=self._loss_bytes(place.tokens * columns, layout) if is_last else 0,
+                    head_bytes=self._loss_bytes(tokens * columns, layout) if is_last else 0,
                 )
             )
             each = [layers[kind].times for kind in mine]
@@ -463,7 +428,7 @@ class Planner:
             stepped = own / shards + experts / min(shards, layout.expert_ranks)
             traffic = GRADIENT_BYTES + WEIGHT_BYTES + 2 * (MASTER_BYTES + 2 * self._moment_bytes)
             gradients = max(gradients, exchange)
-            optimizer = max(optimizer, stepped * traffic / self._hardware.memory_bytes_per_second)
+            optimizer = max(optimizer, stepped * traffic / self.question.hardware.memory_bytes_per_second)
         return gradients, optimizer
 
 

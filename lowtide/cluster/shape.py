@@ -123,66 +123,57 @@ def shape_of(config: Any) -> ModelShape:
     kind = config.model_type
     if kind not in KNOWN:
         raise ConfigError(f"model: no cluster is planned for model_type '{kind}' yet; known are {', '.join(KNOWN)}")
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    width = getattr(config, "head_dim", None) or hidden // heads
-    common: dict[str, Any] = {
-        "name": kind,
-        "hidden": hidden,
-        "vocabulary": config.vocab_size,
-        "heads": heads,
-        "inner": config.intermediate_size,
-        "is_tied": bool(config.tie_word_embeddings),
-        "kinds": (DENSE,) * config.num_hidden_layers,
-    }
-    plain = {
-        "key_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "key_width": width,
-        "value_width": width,
-    }
-    if kind == "gpt_neox":
-        if getattr(config, "use_parallel_residual", False):
-            raise ConfigError(
-                "model: a cluster is planned for layers whose MLP follows the attention; write "
-                "'use_parallel_residual: false', or leave this model to a plan for one device"
-            )
-        return ModelShape(**common, **plain, is_gated=False)
-    if kind == "mixtral":
-        experts = Experts(
-            num=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            inner=config.intermediate_size,
+    if kind == "gpt_neox" and getattr(config, "use_parallel_residual", False):
+        raise ConfigError(
+            "model: a cluster is planned for layers whose MLP follows the attention; write "
+            "'use_parallel_residual: false', or leave this model to a plan for one device"
         )
-        return ModelShape(**common | {"kinds": (MOE,) * config.num_hidden_layers}, **plain, experts=experts)
-    if kind == "qwen3_moe":
-        experts = Experts(
-            num=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            inner=config.moe_intermediate_size,
-        )
-        sparse = tuple(
-            MOE if index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0 else DENSE
-            for index in range(config.num_hidden_layers)
-        )
-        return ModelShape(**common | {"kinds": sparse}, **plain, experts=experts)
+    heads, hidden, latent = config.num_attention_heads, config.hidden_size, None
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    key_width = value_width = getattr(config, "head_dim", None) or hidden // heads
     if kind == "deepseek_v3":
-        return _deepseek(config, common)
-    return ModelShape(**common, **plain)
-
-
-def _deepseek(config: Any, common: dict[str, Any]) -> ModelShape:
-    num_dense = min(config.first_k_dense_replace, config.num_hidden_layers)
-    rope = config.qk_rope_head_dim
+        rope = config.qk_rope_head_dim
+        key_heads, key_width, value_width = heads, config.qk_nope_head_dim + rope, config.v_head_dim
+        latent = Latent(query_rank=config.q_lora_rank or 0, key_rank=config.kv_lora_rank, rope_width=rope)
     return ModelShape(
-        **common | {"kinds": (DENSE,) * num_dense + (MOE,) * (config.num_hidden_layers - num_dense)},
-        key_heads=config.num_attention_heads,
-        key_width=config.qk_nope_head_dim + rope,
-        value_width=config.v_head_dim,
-        latent=Latent(query_rank=config.q_lora_rank or 0, key_rank=config.kv_lora_rank, rope_width=rope),
-        experts=Experts(
-            num=config.n_routed_experts,
-            top_k=config.num_experts_per_tok,
-            inner=config.moe_intermediate_size,
-            shared_inner=config.n_shared_experts * config.moe_intermediate_size,
-            most_nodes=config.topk_group if config.n_group > 1 else None,
-        ),
+        name=kind,
+        hidden=hidden,
+        vocabulary=config.vocab_size,
+        kinds=tuple(MOE if _has_experts(config, layer) else DENSE for layer in range(config.num_hidden_layers)),
+        heads=heads,
+        key_heads=key_heads,
+        key_width=key_width,
+        value_width=value_width,
+        inner=config.intermediate_size,
+        is_gated=kind != "gpt_neox",
+        latent=latent,
+        experts=_experts(config) if kind in _EXPERTS else None,
+        is_tied=bool(config.tie_word_embeddings),
     )
+
+
+_EXPERTS = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+}
+"""Kinds of models with experts, and the fields that say how many and how wide they are."""
+
+
+def _experts(config: Any) -> Experts:
+    num, inner = (getattr(config, field) for field in _EXPERTS[config.model_type])
+    return Experts(
+        num=num,
+        top_k=config.num_experts_per_tok,
+        inner=inner,
+        shared_inner=(getattr(config, "n_shared_experts", 0) or 0) * inner,
+        most_nodes=config.topk_group if (getattr(config, "n_group", 1) or 1) > 1 else None,
+    )
+
+
+def _has_experts(config: Any, layer: int) -> bool:
+    if config.model_type == "deepseek_v3":
+        return bool(layer >= config.first_k_dense_replace)
+    if config.model_type == "qwen3_moe":
+        return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    return config.model_type in _EXPERTS

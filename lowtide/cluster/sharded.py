@@ -187,17 +187,10 @@ def sharded_profile(profile: Profile, layer_bytes: Mapping[str, int], sharding: 
             profile.op_bytes, profile.op_gradient_bytes, op_gradients, gathered, strict=True
         )
     )
+    scaled = ("parameters", "gradients", "optimizer", "optimizer_movable", "optimizer_unit", "optimizer_temporaries")
     return dataclasses.replace(
         profile,
-        state=dataclasses.replace(
-            state,
-            parameters=int(state.parameters * scale),
-            gradients=int(state.gradients * scale),
-            optimizer=int(state.optimizer * scale),
-            optimizer_movable=int(state.optimizer_movable * scale),
-            optimizer_unit=int(state.optimizer_unit * scale),
-            optimizer_temporaries=int(state.optimizer_temporaries * scale),
-        ),
+        state=dataclasses.replace(state, **{name: int(getattr(state, name) * scale) for name in scaled}),
         op_bytes=op_bytes,
         op_gradient_bytes=op_gradients,
     )

@@ -14,7 +14,7 @@ Not covered: shared experts that hide an all-to-all of their own micro-batch, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.cluster.layout import Schedules
@@ -70,20 +70,16 @@ class StepParts:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Clockwork:
-    """Durations of actions, for `play`."""
+def durations(stages: Sequence[StageTimes], overlap_share: float) -> Callable[[AnyAction], float]:
+    """Of actions, for `play`."""
 
-    stages: tuple[StageTimes, ...]
-    overlap_share: float
-
-    def seconds_of(self, action: AnyAction) -> float:
+    def seconds_of(action: AnyAction) -> float:
         if isinstance(action, Pair):
-            forward, backward = (self.stages[part.stage] for part in action.parts)
+            forward, backward = (stages[part.stage] for part in action.parts)
             busy = forward.forward + forward.collective + _backward(backward)
             exchange = forward.exchange + backward.exchange + backward.recompute_exchange
-            return max(busy + self.overlap_share * exchange, exchange)
-        stage = self.stages[action.stage]
+            return max(busy + overlap_share * exchange, exchange)
+        stage = stages[action.stage]
         if action.kind is Kind.FORWARD:
             return stage.forward + stage.collective + stage.exchange
         if action.kind is Kind.BACKWARD_WEIGHT:
@@ -91,11 +87,14 @@ class Clockwork:
         seconds = _backward(stage) + stage.exchange + stage.recompute_exchange
         return seconds if action.kind is Kind.BACKWARD else seconds - stage.backward_weight
 
-    def least_seconds(self, stages: Sequence[int], *, has_pairs: bool) -> float:
-        """What a rank with these stages needs at least for one micro-batch."""
-        busy = sum(self.stages[stage].compute + 2 * self.stages[stage].collective for stage in stages)
-        exchange = sum(2 * self.stages[stage].exchange for stage in stages)
-        return max(busy + self.overlap_share * exchange, exchange) if has_pairs else busy + exchange
+    return seconds_of
+
+
+def least_seconds(stages: Sequence[StageTimes], overlap_share: float, *, has_pairs: bool) -> float:
+    """What a rank with these stages needs at least for one micro-batch."""
+    busy = sum(stage.compute + 2 * stage.collective for stage in stages)
+    exchange = sum(2 * stage.exchange for stage in stages)
+    return max(busy + overlap_share * exchange, exchange) if has_pairs else busy + exchange
 
 
 def _backward(stage: StageTimes) -> float:
@@ -105,7 +104,8 @@ def _backward(stage: StageTimes) -> float:
 
 def step_parts(
     schedules: Schedules,
-    clockwork: Clockwork,
+    stages: Sequence[StageTimes],
+    overlap_share: float,
     num_micro_batches: int,
     *,
     transfer_seconds: float,
@@ -113,15 +113,16 @@ def step_parts(
     optimizer: float,
 ) -> StepParts:
     """Where the time of one step goes."""
-    played = play(schedules.schedule, clockwork.seconds_of, transfer_seconds=transfer_seconds)
+    seconds_of = durations(stages, overlap_share)
+    played = play(schedules.schedule, seconds_of, transfer_seconds=transfer_seconds)
     seconds, busy, rank = _ends(played)
     if schedules.shorter is not None:
-        before = play(schedules.shorter, clockwork.seconds_of, transfer_seconds=transfer_seconds)
+        before = play(schedules.shorter, seconds_of, transfer_seconds=transfer_seconds)
         few, fewer = schedules.schedule.num_micro_batches, schedules.shorter.num_micro_batches
         rounds = (num_micro_batches - few) / (few - fewer)
         seconds += rounds * (seconds - before.step_seconds)
         busy += rounds * (busy - before.busy_seconds[rank])
-    mine = [clockwork.stages[stage] for stage in schedules.schedule.stages_of(rank)]
+    mine = [stages[stage] for stage in schedules.schedule.stages_of(rank)]
     compute, recompute, stall, collective = (
         num_micro_batches * sum(values)
         for values in (

@@ -140,7 +140,9 @@ class StateBucket:
         self.slot = slot
         self.nbytes = slot.nbytes
         self.entries = entries
-        self.hosts = [entry.dressed(_own_part(view, entry)) for entry in entries]
+        memory, begin = view.untyped_storage(), int(view.storage_offset())
+        spans = (slice(start := begin + entry.start_bytes, start + entry.nbytes) for entry in entries)
+        self.hosts = [entry.dressed(entry.shape.over(memory[own])) for entry, own in zip(entries, spans, strict=True)]
         """What `optimizer.state` holds between steps, in the order of `entries`."""
         self.addresses = [_address_of(host) for host in self.hosts]
         self.memories = frozenset(storages_of(self.hosts))
@@ -200,11 +202,6 @@ class StateBucket:
 
 def _address_of(host: torch.Tensor) -> int:
     return inside(host).data_ptr()
-
-
-def _own_part(view: torch.Tensor, entry: StateTensor) -> torch.Tensor:
-    start = int(view.storage_offset()) + entry.start_bytes
-    return entry.shape.over(view.untyped_storage()[start : start + entry.nbytes])
 
 
 def movable(value: Any, device: torch.device | None, min_bytes: int) -> bool:
@@ -267,35 +264,23 @@ def in_order(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
     return tensor.as_strided((end - start,), (1,), int(tensor.storage_offset()) + start)
 
 
-def stretch_for(num_elements: int, bytes_per_element: float, bucket_bytes: int) -> int | None:
-    """Elements of each stretch of a parameter, all about equal and at most a bucket; None where it fits into one."""
+def ends_of(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    bytes_per_element: float,
+    bucket_bytes: int,
+    state: Sequence[torch.Tensor] = (),
+) -> list[int]:
+    """Where the stretches of a parameter with so much state end, all about equal and at most a bucket; none if it fits
+    into one, or is stepped whole. `state`: as far as it is there."""
+    local = inside(parameter.detach())
     unit_bytes = max(CUT_ELEMENTS * bytes_per_element, 1.0)
     most = max(int(bucket_bytes / unit_bytes), 1) * CUT_ELEMENTS
-    if num_elements <= most:
-        return None
-    count = -(-num_elements // most)
-    return -(-num_elements // (count * CUT_ELEMENTS)) * CUT_ELEMENTS
-
-
-def ends_of(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, bytes_per_element: float, bucket_bytes: int
-) -> list[int]:
-    """Where the stretches of a parameter with so much state end; none if it fits into a bucket, or is stepped whole."""
-    local = inside(parameter.detach())
-    length = stretch_for(local.numel(), bytes_per_element, bucket_bytes)
-    if length is None or not _lie_alike(local) or not _may_be_cut(optimizer, parameter):
+    if local.numel() <= most or not _lie_alike(local, *state) or not _may_be_cut(optimizer, parameter):
         return []
+    count = -(-local.numel() // most)
+    length = -(-local.numel() // (count * CUT_ELEMENTS)) * CUT_ELEMENTS
     return [*range(length, local.numel(), length), local.numel()]
-
-
-def ends_in(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Iterable[torch.Tensor], bucket_bytes: int
-) -> list[int]:
-    """As `ends_of`, for state that is there."""
-    tensors = [inside(tensor) for tensor in state]
-    if not _lie_alike(inside(parameter.detach()), *tensors):
-        return []
-    return ends_of(optimizer, parameter, sum(tensor.element_size() for tensor in tensors), bucket_bytes)
 
 
 def halves(ends: list[int]) -> list[int]:

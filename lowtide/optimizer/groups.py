@@ -20,6 +20,7 @@ optimizer itself (requests.py); owners that only the hook holds.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -58,11 +59,7 @@ class OwnedHook:
 
     def __reduce__(self) -> tuple:
         """A module that was pickled has a hook that does nothing."""
-        return (_unowned_hook, ())
-
-
-def _unowned_hook() -> Callable[..., None]:
-    return _do_nothing
+        return (functools.partial, (_do_nothing,))
 
 
 def _do_nothing(*_: Any) -> None:
@@ -70,6 +67,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 _CONTAINERS = (list, dict, set)
+_CAN_CHANGE = (*_CONTAINERS, torch.Tensor)
 _MEMBERS = ("params", "param_names")
 _ABSENT = object()
 
@@ -85,7 +83,9 @@ class GroupSnapshot:
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self._groups = groups
         self._values = [{key: value for key, value in group.items() if key not in _MEMBERS} for group in groups]
-        self._frozen = [{key: _frozen(v) for key, v in values.items() if _can_change(v)} for values in self._values]
+        self._frozen = [
+            {key: _frozen(v) for key, v in values.items() if isinstance(v, _CAN_CHANGE)} for values in self._values
+        ]
         self._names = [_names_of(group) for group in groups]
         self._versions = [_versions(values) for values in self._values]
         self._changes: list[Changes | None] = [None] * len(groups)
@@ -170,10 +170,6 @@ class GroupSnapshot:
                 with torch.no_grad():
                     tensor.copy_(self._frozen[number][key])
                 versions[key] = version_of(tensor)
-
-
-def _can_change(value: Any) -> bool:
-    return isinstance(value, (*_CONTAINERS, torch.Tensor))
 
 
 def _frozen(value: Any) -> Any:

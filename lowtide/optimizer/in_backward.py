@@ -174,7 +174,6 @@ class _StepSoFar:
     """Gradients that were there when a backward pass ended."""
     there: dict[torch.Tensor, int] = field(default_factory=dict)
     """Bytes of the gradients that came and are there."""
-    there_bytes: int = 0
 
 
 class InBackward:
@@ -187,10 +186,9 @@ class InBackward:
         self._step = _StepSoFar()
         self._complete: StateBucket | None = None
         """The bucket that steps when the next gradient comes."""
-        self._loose: list[torch.Tensor] = []
-        """Parameters without a bucket whose gradient came, in that order, less than a bucket of them."""
-        self._loose_bytes = 0
-        """Bytes of the state of `_loose`."""
+        self._loose: dict[torch.Tensor, int] = {}
+        """Parameters without a bucket whose gradient came, in that order, less than a bucket of them; and the bytes of
+        their state."""
         self._last_order: dict[StateBucket, int] = {}
         """Buckets in the order in which they stepped in the step before, and their places in it."""
         self._had_gradient: set[torch.Tensor] = set()
@@ -274,8 +272,7 @@ class InBackward:
         step = self._step
         if parameter not in step.there:
             step.there[parameter] = _bytes_of(parameter.grad)
-            step.there_bytes += step.there[parameter]
-            self.gradient_peak_bytes = max(self.gradient_peak_bytes, step.there_bytes)
+            self.gradient_peak_bytes = max(self.gradient_peak_bytes, sum(step.there.values()))
         now = current_graph_task_id()
         if now != self._pass:
             self._pass = now
@@ -289,7 +286,7 @@ class InBackward:
     def _forget_arrivals(self) -> None:
         self._arrived.clear()
         self._complete = None
-        self._loose, self._loose_bytes = [], 0
+        self._loose = {}
 
     def _is_complete(self, bucket: StateBucket) -> bool:
         """Whether all of its gradients are there."""
@@ -312,14 +309,13 @@ class InBackward:
         store = self._stepper.store
         with self._shown.stepping():
             nbytes = store.state_bytes_of(parameter)
-        if self._loose and self._loose_bytes + nbytes > store.bucket_bytes:
-            loose, self._loose, self._loose_bytes = self._loose, [], 0
+        if self._loose and sum(self._loose.values()) + nbytes > store.bucket_bytes:
+            loose, self._loose = [*self._loose], {}
             self._see_replaced()
             with self._shown.stepping():
                 part = self._stepper.parts.without_bucket(loose)
             self._take_part(part)
-        self._loose.append(parameter)
-        self._loose_bytes += nbytes
+        self._loose[parameter] = nbytes
 
     def _see_replaced(self) -> None:
         if self._step.run is None:
@@ -343,7 +339,7 @@ class InBackward:
         self._stepper.advance(run, [len(run.parts) - 1])
         for parameter in parameters:
             parameter.grad = None
-            step.there_bytes -= step.there.pop(parameter)
+            del step.there[parameter]
             step.left.pop(parameter, None)
         bucket_of = self._stepper.store.bucket_of
         buckets = dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of)

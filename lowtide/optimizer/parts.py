@@ -349,12 +349,7 @@ class Stretch:
         rest = {key: value for key, value in left.items() if key not in self._own}
         new = {key: value for key, value in rest.items() if isinstance(value, torch.Tensor) and value.dim()}
         if chunk is not None and buffer is not None:
-            if chunk.bucket.resident is None:
-                cut.store.transfers.send(chunk, buffer)
-            else:  # another stretch could not be sent meanwhile
-                cut.store.transfers.drop(buffer)
-                for there, own in zip(chunk.stretches(None), self._own.values(), strict=True):
-                    there.copy_(own)
+            cut.store.send(chunk, buffer)
         self._own = {}
         if new:
             cut.take_in(self, new)

@@ -18,12 +18,12 @@ step on, or for large parameters only; what nobody can put back (an iterator): a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,13 +69,29 @@ def check_names(tier: Any, overlap: Any) -> None:
         )
 
 
-def share_of(resident: Any) -> float:
+def checked(
+    optimizer: torch.optim.Optimizer, *, tier: Any, overlap: Any, resident: Any, bucket_bytes: Any, min_bytes: Any
+) -> tuple[torch.device, float, int | None, int]:
+    """The device of all parameters, the share that stays, the size of a bucket (None: it follows from the state), and
+    that of the smallest tensor that moves. ConfigError for what cannot be."""
+    check_names(tier, overlap)
     if isinstance(resident, bool) or not isinstance(resident, int | float) or not 0 <= resident <= 1:
         raise ConfigError(
             f"lowtide.swap_optimizer: resident is a share from 0 to 1, not {resident!r}; memory.optimizer: auto finds "
             "the share for a budget"
         )
-    return float(resident)
+    size = None if bucket_bytes == "auto" else _size_of("bucket_bytes", bucket_bytes)
+    if size is not None and not LEAST_BYTES <= size <= MOST_BYTES:
+        raise ConfigError(
+            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
+            f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
+            "device at a time"
+        )
+    least = _size_of("min_bytes", min_bytes)
+    device = check_optimizer(optimizer)
+    if overlap == "in_backward":
+        check_alone()
+    return device, float(resident), size, least
 
 
 def check_alone() -> None:
@@ -87,22 +103,11 @@ def check_alone() -> None:
         )
 
 
-def size_of(name: str, value: Any) -> int:
+def _size_of(name: str, value: Any) -> int:
     try:
         return parse_bytes(value)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"lowtide.swap_optimizer: {name}: {error}") from error
-
-
-def bucket_bytes_of(value: Any) -> int:
-    size = size_of("bucket_bytes", value)
-    if not LEAST_BYTES <= size <= MOST_BYTES:
-        raise ConfigError(
-            f"lowtide.swap_optimizer: bucket_bytes is 'auto' or from {LEAST_BYTES} bytes to "
-            f"{format_bytes(MOST_BYTES)}, not {format_bytes(size)}; larger ones move no faster, and three are on the "
-            "device at a time"
-        )
-    return size
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
@@ -259,9 +264,7 @@ def why_not_in_parts(optimizer: torch.optim.Optimizer) -> str:
     before = take(beside=optimizer, called=True, devices=devices)
     try:
         with _Writes(before):
-            has_missing = _can_step_without_some(optimizer)
-            before.restore()
-            return _tried(optimizer, before, has_missing=has_missing)
+            return _tried(optimizer, before)
     finally:
         moved = before.moved()
         before.restore()
@@ -295,30 +298,25 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     return {storage_key(storage): storage for storage in found}
 
 
-def _can_step_without_some(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a small twin steps where a gradient is missing; some optimizers want one for every parameter."""
-    try:
-        _take_steps(_twin(optimizer), bare_step(type(optimizer)), has_missing=True)
-    except Exception:
-        return False
-    return True
-
-
 def _take_steps(twin: torch.optim.Optimizer, step: Callable[..., Any], has_missing: bool) -> None:
     for number in range(NUM_STEPS):
         _set_gradients(twin, number, has_missing)
         step(twin)
 
 
-def _tried(optimizer: torch.optim.Optimizer, before: Snapshot, *, has_missing: bool) -> str:
+def _tried(optimizer: torch.optim.Optimizer, before: Snapshot) -> str:
     """Why the optimizer cannot be stepped in parts, by the trial; '' where it can."""
-    name = type(optimizer).__name__
-    whole, parts = _twin(optimizer), _twin(optimizer)
-    step = bare_step(type(optimizer))
-    try:
-        _take_steps(whole, step, has_missing)
-    except Exception as error:
-        return f"{name} is not of torch, and could not be tried on small parameters ({type(error).__name__}: {error})"
+    name, step = type(optimizer).__name__, bare_step(type(optimizer))
+    for has_missing in (True, False):  # some optimizers want a gradient for every parameter
+        before.restore()
+        whole, parts = _twin(optimizer), _twin(optimizer)
+        try:
+            _take_steps(whole, step, has_missing)
+            break
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+    else:
+        return f"{name} is not of torch, and could not be tried on small parameters ({why})"
     before.restore()
     try:
         _take_steps(parts, lambda twin: _step_in_parts(twin, step), has_missing)
@@ -335,46 +333,38 @@ def _tried(optimizer: torch.optim.Optimizer, before: Snapshot, *, has_missing: b
 
 def _tried_with_closure(optimizer: torch.optim.Optimizer, *, has_missing: bool) -> str:
     """Why the optimizer cannot have its closure evaluated once, before it steps; '' where it can, or never does."""
-    name = type(optimizer).__name__
-    whole, parts = _Evaluated(_twin(optimizer)), _Evaluated(_twin(optimizer))
-    step = bare_step(type(optimizer))
+    name, step = type(optimizer).__name__, bare_step(type(optimizer))
+    counts: Counter[torch.optim.Optimizer] = Counter()
+
+    @torch.no_grad()
+    def evaluate(twin: torch.optim.Optimizer) -> torch.Tensor:
+        """Gradients that depend on the weights, and on how often it ran."""
+        counts[twin] += 1
+        loss = torch.zeros(())
+        for parameter in parameters_of(twin):
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * counts[twin] + parameter
+                loss = parameter.grad.abs().sum().cpu()
+        return loss
 
     def in_parts(twin: torch.optim.Optimizer) -> None:
-        parts.evaluate()
+        evaluate(twin)
         _step_in_parts(twin, step)
 
+    whole, parts = _twin(optimizer), _twin(optimizer)
     try:
-        _take_steps(whole.optimizer, lambda twin: step(twin, closure=whole.evaluate), has_missing)
-        if not whole.count:
+        _take_steps(whole, lambda twin: step(twin, closure=functools.partial(evaluate, twin)), has_missing)
+        if not counts[whole]:
             return ""
-        _take_steps(parts.optimizer, in_parts, has_missing)
+        _take_steps(parts, in_parts, has_missing)
     except Exception as error:
         return f"{name} could not be tried with a closure on small parameters ({type(error).__name__}: {error})"
-    odd = _difference(whole.optimizer, parts.optimizer)
-    if whole.count == parts.count and not odd:
+    if counts[whole] == counts[parts] and not _difference(whole, parts):
         return ""
     return (
         f"{name} cannot be stepped in parts: it does not evaluate its closure once, before it steps "
-        f"({whole.count} times in {NUM_STEPS} steps of a trial)"
+        f"({counts[whole]} times in {NUM_STEPS} steps of a trial)"
     )
-
-
-@dataclass
-class _Evaluated:
-    """An optimizer of the trial, and its closure: gradients that depend on the weights, and on how often it ran."""
-
-    optimizer: torch.optim.Optimizer
-    count: int = 0
-
-    @torch.no_grad()
-    def evaluate(self) -> torch.Tensor:
-        self.count += 1
-        loss = torch.zeros(())
-        for parameter in parameters_of(self.optimizer):
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * self.count + parameter
-                loss = parameter.grad.abs().sum().cpu()
-        return loss
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

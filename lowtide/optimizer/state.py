@@ -153,14 +153,12 @@ class ShownState:
     def _held(self, parameter: torch.Tensor, entries: Any) -> Any:
         if not isinstance(entries, dict):
             return entries
-        return {key: self._held_or_not(parameter, key, value) for key, value in entries.items()}
-
-    def _held_or_not(self, parameter: torch.Tensor, key: Any, value: Any) -> Any:
-        if key == "step" or not isinstance(value, torch.Tensor):
-            return value
-        if not movable(value, None, self._store.min_bytes):
-            return value
-        return _HeldState(value, self._dtype_of(parameter, key, value))
+        return {
+            key: _HeldState(value, self._dtype_of(parameter, key, value))
+            if key != "step" and movable(value, None, self._store.min_bytes)
+            else value
+            for key, value in entries.items()
+        }
 
     def _dtype_of(self, parameter: torch.Tensor, key: Any, value: torch.Tensor) -> torch.dtype:
         own = entries_of(self._optimizer.state, parameter).get(key)
@@ -194,29 +192,24 @@ def _settled(name: str) -> Any:
     return call
 
 
+_OBJECTS = ("__getitem__", "__setitem__", "__delitem__", "__missing__", "__contains__", "__len__", "__iter__")
+_NAMES = ("get", "keys", "items", "values", "setdefault", "update", "pop", "popitem", "clear")
+
+
+def _settling(kind: Any) -> Any:
+    """The class, with these methods of `defaultdict` waiting for copies first."""
+    for name in (*_OBJECTS, *_NAMES):
+        setattr(kind, name, _settled(name))
+    return kind
+
+
+@_settling
 class SettledState(defaultdict):
     """See the module's text. `settle` returns once main memory has what was sent."""
 
     def __init__(self, settle: Callable[[], None], factory: Callable[[], Any] | None, content: Mapping) -> None:
         super().__init__(factory, content)
         self._settle = settle
-
-    __getitem__ = _settled("__getitem__")
-    __setitem__ = _settled("__setitem__")
-    __delitem__ = _settled("__delitem__")
-    __missing__ = _settled("__missing__")
-    __contains__ = _settled("__contains__")
-    __len__ = _settled("__len__")
-    __iter__ = _settled("__iter__")
-    get = _settled("get")
-    keys = _settled("keys")
-    items = _settled("items")
-    values = _settled("values")
-    setdefault = _settled("setdefault")
-    update = _settled("update")
-    pop = _settled("pop")
-    popitem = _settled("popitem")
-    clear = _settled("clear")
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other

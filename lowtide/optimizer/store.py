@@ -34,7 +34,7 @@ from lowtide.optimizer.buckets import (
     StateTensor,
     bucket_bytes_for,
     describe,
-    ends_in,
+    ends_of,
     in_order,
     lay_out,
     movable,
@@ -179,8 +179,9 @@ class StateStore:
 
     def _make_bucket(self, values: list[Value], anywhere: bool) -> None:
         parameter, is_alone = values[0][0], all(other is values[0][0] for other, _, _ in values)
-        tensors = [value for _, _, value in values]
-        ends = ends_in(self.optimizer, parameter, tensors, self.bucket_bytes) if is_alone else []
+        tensors = [inside(value) for _, _, value in values]
+        width = sum(tensor.element_size() for tensor in tensors)
+        ends = ends_of(self.optimizer, parameter, width, self.bucket_bytes, tensors) if is_alone else []
         entries, nbytes = describe(values, PART_ALIGN_BYTES if ends else ALIGN_BYTES)
         place = self._place(nbytes)
         if place is None:
@@ -244,20 +245,21 @@ class StateStore:
 
     def put(self, chunk: StateChunk, sources: Iterable[torch.Tensor]) -> None:
         """Write these bytes into a chunk, through a buffer on the device."""
-        bucket = chunk.bucket
-        buffer = None if bucket.resident is not None else self.transfers.buffer_for(chunk)
-        if buffer is not None and bucket.resident is not None:  # to make room showed that another could not be sent
-            self.transfers.drop(buffer)
-            buffer = None
-        if chunk.end is None:
-            assert buffer is not None
-            targets = [entry.over(buffer[0]) for entry in bucket.entries]
-        else:
-            targets = chunk.stretches(buffer)
-        for target, source in zip(targets, sources, strict=True):
+        buffer = self.transfers.buffer_for(chunk)
+        whole = [entry.over(buffer[0]) for entry in chunk.bucket.entries] if chunk.end is None else None
+        for target, source in zip(whole or chunk.stretches(buffer), sources, strict=True):
             target.copy_(source)
-        if buffer is not None:
+        self.send(chunk, buffer)
+
+    @torch.no_grad()
+    def send(self, chunk: StateChunk, buffer: Buffer) -> None:
+        """Send a chunk to its slots; where another one of its bucket could not be sent, it stays beside that."""
+        if chunk.bucket.resident is None:
             self.transfers.send(chunk, buffer)
+            return
+        for there, own in zip(chunk.stretches(None), chunk.stretches(buffer), strict=True):
+            there.copy_(own)
+        self.transfers.drop(buffer)
 
     def _place(self, nbytes: int) -> tuple[Slot, torch.Tensor] | None:
         """A slot on the first tier with room."""
@@ -280,12 +282,9 @@ class StateStore:
         if chunk.end is None:
             bucket.resident = buffer[0]
         else:
-            self.transfers.drop(buffer)
             if bucket.resident is None:
                 bucket.resident = self.transfers.gather(bucket)
-            with torch.no_grad():
-                for there, own in zip(chunk.stretches(None), chunk.stretches(buffer), strict=True):
-                    there.copy_(own)
+            self.send(chunk, buffer)
         if bucket not in self.unfinished:
             bucket.bind_device(self.optimizer.state, bucket.resident)
         warnings.warn(

@@ -28,17 +28,7 @@ from lowtide.engines.base import EngineChoice
 from lowtide.errors import ConfigError
 from lowtide.optimizer.in_backward import BackwardPrefetch, InBackward
 from lowtide.optimizer.parts import StepRun
-from lowtide.optimizer.requests import (
-    bucket_bytes_of,
-    check_alone,
-    check_names,
-    check_optimizer,
-    engine_for,
-    first_ones,
-    share_of,
-    size_of,
-    tiers_from,
-)
+from lowtide.optimizer.requests import check_optimizer, checked, engine_for, first_ones, tiers_from
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.step import Stepper
 from lowtide.optimizer.store import Holding, StateStore
@@ -104,13 +94,9 @@ def swap_optimizer(
             f"lowtide.swap_optimizer: takes a torch.optim.Optimizer, or a wrapper around one, not "
             f"{type(optimizer).__name__}"
         )
-    check_names(tier, overlap)
-    share = share_of(resident)
-    size = None if bucket_bytes == "auto" else bucket_bytes_of(bucket_bytes)
-    least = size_of("min_bytes", min_bytes)
-    device = check_optimizer(found)
-    if overlap == "in_backward":
-        check_alone()
+    device, share, size, least = checked(
+        found, tier=tier, overlap=overlap, resident=resident, bucket_bytes=bucket_bytes, min_bytes=min_bytes
+    )
     chosen = engine_for(engine, found, tier)
     tiers = tiers_from(chosen, tier)
     store = StateStore(
@@ -179,7 +165,7 @@ class OptimizerSwap:
         optimizer.step = self._step  # type: ignore[method-assign]
         self._hooks: tuple[Any, ...] = (
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_step_post_hook(lambda *_: None if self._is_ours else self._adopt_all()),
         )
 
     @property
@@ -219,10 +205,6 @@ class OptimizerSwap:
     def _drop_fetched(self) -> None:
         if self._prefetch is not None:
             self._prefetch.give_up()
-
-    def _after_step(self) -> None:
-        if not self._is_ours:
-            self._adopt_all()
 
     @property
     def has_begun(self) -> bool:
@@ -395,7 +377,7 @@ class OptimizerSwap:
     @property
     def stats(self) -> OptimizerStats:
         """What was moved so far, and what lives where now."""
-        store, transfers = self._store, self._store.transfers
+        store, transfers, way = self._store, self._store.transfers, "step" if self._prefetch is None else "backward"
         with self._shown.stepping():  # sizes only
             total = sum(
                 inside(value).nbytes
@@ -415,14 +397,8 @@ class OptimizerSwap:
             sent_bytes=transfers.sent_bytes,
             fetched_bytes=transfers.fetched_bytes,
             stall_seconds=self._stall_seconds(),
-            overlap=self._overlap,
+            overlap="in_backward" if self._in_backward is not None else way,
         )
-
-    @property
-    def _overlap(self) -> str:
-        if self._in_backward is not None:
-            return "in_backward"
-        return "step" if self._prefetch is None else "backward"
 
     def _stall_seconds(self) -> float:
         # An engine that others use too has stalls that are not ours.

@@ -82,9 +82,12 @@ class Transfers:
             return tuple([self.engine.in_place(slot) for slot in chunk.slots])
         while self._leaving and self._num_held >= self.most_held:
             self._retire()
-        buffer = tuple([self._allocate(slot.nbytes) for slot in chunk.slots])
+        return self._held(tuple([self._allocate(slot.nbytes) for slot in chunk.slots]))
+
+    def _held(self, buffer: Buffer) -> Buffer:
+        """Count a bucket as there, until `drop`."""
         self._num_held += 1
-        self.held_bytes += chunk.nbytes
+        self.held_bytes += sum(storage.nbytes() for storage in buffer)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return buffer
 
@@ -131,10 +134,7 @@ class Transfers:
     def gather(self, bucket: StateBucket) -> torch.UntypedStorage:
         """All of a bucket's bytes on the device, behind what was sent. Blocks; for when something went wrong."""
         engine = self.engine
-        storage = engine.new_buffer(bucket.nbytes, self.device)
-        self._num_held += 1
-        self.held_bytes += bucket.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        (storage,) = self._held((engine.new_buffer(bucket.nbytes, self.device),))
         for event in (engine.record(Lane.COMPUTE), engine.record(Lane.OUT)):
             engine.wait(Lane.IN, event)
         engine.copy_in(bucket.slot, storage)

@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from torch import nn
 
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.clock import with_transfers
-from lowtide.pipeline.gradients import Place, Tie, elements_of, refuse_look_alikes, sample_of
+from lowtide.pipeline.gradients import Place, Tie, refuse_look_alikes, sample_of
 from lowtide.pipeline.live_chunks import is_in_order
 from lowtide.pipeline.schedule import Schedule
 from lowtide.pipeline.verify import verify
@@ -42,8 +42,6 @@ Facts = Mapping[str, object]
 _ABSENT = "none"
 _MET = "lowtide: at"
 """Begins what a rank brings to a place. What ranks gather in other calls begins otherwise."""
-_ROUNDING = 1e-3
-"""Two sums of the same numbers in other orders differ by less, relative to the largest element."""
 POLL_SECONDS = 0.2
 _Made = TypeVar("_Made")
 _LINGER_SECONDS = 3.0
@@ -101,38 +99,31 @@ class Together:
             made.append(do())
         except Exception as raised:
             error = raised
-        answers = meet(self.place, None if error is None else _Failure.of(error, self.rank), self.group)
-        failures = [failure for failure in answers if failure is not None]
+        told = None if error is None else {"rank": self.rank, **_told(error)}
+        failures = [each for each in meet(self.place, told, self.group) if each is not None]
         if not failures:
             return made[0]
         # The rank that needs most says what would be enough for all.
-        worst = max(failures, key=lambda failure: (not failure.is_echo, failure.floor_bytes or 0))
-        if worst.floor_bytes is not None:
-            raise BudgetError(f"pipeline: rank {worst.rank}: {worst.text}", floor_bytes=worst.floor_bytes) from error
+        worst = max(failures, key=lambda each: (not each["is_echo"], each["floor_bytes"] or 0))
+        rank, text = worst["rank"], worst["text"]
+        if worst["floor_bytes"] is not None:
+            raise BudgetError(f"pipeline: rank {rank}: {text}", floor_bytes=worst["floor_bytes"]) from error
         if error is not None:
             raise error
-        if worst.is_mistake:
-            raise ConfigError(f"{worst.text} (rank {worst.rank})")
-        raise PipelineError(f"pipeline: rank {worst.rank} failed at {what}: {worst.kind}: {worst.text}")
+        if worst["is_mistake"]:
+            raise ConfigError(f"{text} (rank {rank})")
+        raise PipelineError(f"pipeline: rank {rank} failed at {what}: {worst['kind']}: {text}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What one rank tells the others. Plain, so that it can travel."""
-
-    rank: int
-    kind: str
-    text: str
-    is_mistake: bool
-    is_echo: bool
-    """It only heard that another rank has failed."""
-    floor_bytes: int | None
-
-    @classmethod
-    def of(cls, error: Exception, rank: int) -> _Failure:
-        floor_bytes = error.floor_bytes if isinstance(error, BudgetError) else None
-        is_echo = isinstance(error, PipelineError)
-        return cls(rank, type(error).__name__, str(error), isinstance(error, ConfigError), is_echo, floor_bytes)
+def _told(error: Exception) -> dict[str, Any]:
+    """What one rank tells the others of its failure. Plain, so that it can travel."""
+    return {
+        "kind": type(error).__name__,
+        "text": str(error),
+        "is_mistake": isinstance(error, ConfigError),
+        "is_echo": isinstance(error, PipelineError),  # it only heard that another rank has failed
+        "floor_bytes": error.floor_bytes if isinstance(error, BudgetError) else None,
+    }
 
 
 def same_on_all(facts: Facts, *, group: Any = None, what: str = "lowtide") -> None:
@@ -190,17 +181,6 @@ def facts_of_model(model: torch.nn.Module) -> dict[str, object]:
     return facts
 
 
-def same_values(tensors: Mapping[str, torch.Tensor], *, group: Any, what: str) -> None:
-    """Compare some elements of each of these tensors with the other ranks of `group`. Collective. Raises ConfigError on
-    all ranks for the first that differs by more than rounding; `what` begins the text, and says what follows."""
-    own = {name: elements_of(tensor).double().cpu() for name, tensor in tensors.items()}
-    first, *others = gather(own, group)
-    for rank, other in enumerate(others, start=1):
-        for name, value in first.items():
-            if not torch.allclose(value, other[name], rtol=0.0, atol=_ROUNDING * float(value.abs().max())):
-                raise ConfigError(f"{what}: '{name}' differs between rank 0 and rank {rank} of the ranks that share it")
-
-
 # -- what one rank checks ----------------------------------------------------------------------------------------------
 
 
@@ -252,18 +232,19 @@ def named_weights(stages: Mapping[int, nn.Module], loss: Any, last: int) -> dict
     return found
 
 
-def facts_of(origins: Sequence[Any], *, takes_turns: bool) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
-    """What the ranks must have in common, and the ties that are known. `origins`: of each stage that was cut."""
+def facts_of(
+    stages: Iterable[Any], tied: Sequence[Tie] | None, *, takes_turns: bool
+) -> tuple[dict[str, object], tuple[Tie, ...] | None]:
+    """What the ranks must have in common, and the ties that are known: those given, or of a model that was cut."""
+    origins: list[Any] = [getattr(stage, "origin", None) for stage in stages]
     facts: dict[str, object] = {"ways to carry out pairs (run_pair)": "in turns" if takes_turns else "plain"}
-    known = None
-    for origin in origins:
-        facts |= {} if origin is None else origin.facts
-        known = None if origin is None else origin.ties
-    return facts, known if all(origin is not None for origin in origins) else None
-
-
-def words_of(ties: Sequence[Tie]) -> str:
-    return "; ".join(" = ".join(map(str, tie)) for tie in ties) or "none"
+    for origin in filter(None, origins):
+        facts |= origin[0]
+    if tied is None and origins and all(origins):
+        tied = origins[-1][1]
+    known = None if tied is None else tuple(map(tuple, tied))
+    words = "none" if known == () else "; ".join(" = ".join(map(str, tie)) for tie in known or ())
+    return facts | {"tied weights": "not known" if known is None else words}, known
 
 
 def check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:

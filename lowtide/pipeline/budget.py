@@ -36,7 +36,7 @@ from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.agree import Together
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes
-from lowtide.pipeline.live_chunks import Moment, live_chunks_of
+from lowtide.pipeline.live_chunks import live_chunks_of
 from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk, plan_rank_with_state
@@ -113,7 +113,12 @@ def fit_stages(
             refuse_without_effect(state, MemoryConfig(optimizer="swap"))
         task = RankTask(
             chunks={stage: _by_rules(chunk, config) for stage, chunk in seen.items()},
-            moments=_moments_of(pipeline),
+            moments=live_chunks_of(
+                pipeline.schedule,
+                pipeline.rank,
+                pairs_at_once=pipeline.run_pair is not one_after_the_other,
+                puts_off=pipeline.weight_gradients is not None,
+            ),
             num_micro_batches=pipeline.schedule.num_micro_batches,
             state=state,
             between_bytes=between,
@@ -138,20 +143,14 @@ def _checked(
     budget: Any,
 ) -> MemoryConfig:
     config = merged_config(memory, budget)
-    _refuse(pipeline, config)
-    if (mistake := pipeline.batch_mistake(inputs, targets)) is not None:
-        raise mistake
-    return config
-
-
-def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
-    if pipeline.run_pair is not one_after_the_other:
-        overlap = _overlap_of(pipeline)
-        if overlap is None:
-            raise ConfigError(
-                "pipeline: a budget can be planned for pairs that lowtide.pipeline.Overlap carries out; of another "
-                "run_pair nobody knows what is computed at the same time. Give Overlap().run_pair, or leave it out"
-            )
+    if (
+        pipeline.run_pair is not one_after_the_other
+        and getattr(pipeline.run_pair, "__func__", None) is not Overlap.run_pair
+    ):
+        raise ConfigError(
+            "pipeline: a budget can be planned for pairs that lowtide.pipeline.Overlap carries out; of another "
+            "run_pair nobody knows what is computed at the same time. Give Overlap().run_pair, or leave it out"
+        )
     if pipeline.weight_gradients is not None and pipeline.weight_gradients.most_kept is not None:
         raise ConfigError(
             "pipeline: a budget cannot be planned for weight gradients that stay for later waits; leave most_kept out "
@@ -178,6 +177,9 @@ def _refuse(pipeline: Pipeline, config: MemoryConfig) -> None:
     for stage, module in pipeline.stages.items():
         if patched_module(module) is not None:
             raise ConfigError(f"pipeline: stage {stage} is already under a lowtide plan; call remove() on it first")
+    if (mistake := pipeline.batch_mistake(inputs, targets)) is not None:
+        raise mistake
+    return config
 
 
 def _with_state_that_can_move(config: MemoryConfig, placed: PlacedState) -> MemoryConfig:
@@ -192,18 +194,6 @@ def _with_state_that_can_move(config: MemoryConfig, placed: PlacedState) -> Memo
     if config.optimizer == "auto" and placed.why_not():
         return dataclasses.replace(config, optimizer="keep")
     return config
-
-
-def _overlap_of(pipeline: Pipeline) -> Overlap | None:
-    """What carries out its pairs, if it is one whose order is known."""
-    home, call = (getattr(pipeline.run_pair, name, None) for name in ("__self__", "__func__"))
-    return home if isinstance(home, Overlap) and call is Overlap.run_pair else None
-
-
-def _moments_of(pipeline: Pipeline) -> tuple[Moment, ...]:
-    takes_turns = pipeline.run_pair is not one_after_the_other
-    puts_off = pipeline.weight_gradients is not None
-    return live_chunks_of(pipeline.schedule, pipeline.rank, pairs_at_once=takes_turns, puts_off=puts_off)
 
 
 def _by_rules(chunk: StageChunk, config: MemoryConfig) -> StageChunk:
@@ -247,11 +237,6 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 # -- follow ----------------------------------------------------------------------------------------------------
 
 
-def _plan_of_state(found: RankPlan, config: MemoryConfig) -> Plan:
-    """Where the optimizer's state goes, and what that may take."""
-    return Plan(layers=(), min_bytes=0, **config.tier_limits, optimizer=found.optimizer)
-
-
 class StagePlans:
     """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly."""
 
@@ -271,7 +256,8 @@ class StagePlans:
                 tide = apply(pipeline.stages[stage], plan, engine=engine, group=ALONE, moves_state=False)
                 self.tides[stage] = tide
                 tide.set_limit(self._limit(stage, task, plan), slack_bytes=max(0, task.budget_bytes - found.peak_bytes))
-            self._placed.follow(_plan_of_state(found, task.config))
+            limits = task.config.tier_limits
+            self._placed.follow(Plan(layers=(), min_bytes=0, **limits, optimizer=found.optimizer))
         except BaseException:
             self.remove()
             raise

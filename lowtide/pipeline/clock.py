@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lowtide.pipeline.schedule import AnyAction, Kind, Pair, Schedule, made_by, receive_of, send_of
+from lowtide.pipeline.schedule import AnyAction, Kind, Pair, Schedule
 
 
 def seconds_by_kind(
@@ -128,12 +128,12 @@ def with_transfers(schedule: Schedule, seconds_of: Callable[[AnyAction], float] 
             number += 1
             ordered[rank].append((timed.start, True, number, timed.action))
             for part in timed.action.parts:
-                result = made_by(part)
+                result = part.makes
                 reader = None if result is None else schedule.reader(result)
                 if result is None or reader is None or reader == rank:
                     continue
                 number += 1
-                ordered[rank].append((timed.end, False, number, send_of(result)))
-                ordered[reader].append((timed.end, False, number, receive_of(result)))
+                ordered[rank].append((timed.end, False, number, result.send))
+                ordered[reader].append((timed.end, False, number, result.receive))
     rows = (tuple(action for *_, action in sorted(row, key=lambda entry: entry[:3])) for row in ordered)
     return replace(schedule, actions=tuple(rows))

@@ -18,35 +18,25 @@ what layers gave out (router losses); keys and values kept for generating; kinds
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.loss.attach import SlicedLoss
 from lowtide.pipeline.gradients import Tie, find_ties
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3")
 """Values of `config.model_type` for which tests show that stages give the bits of the whole model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a stage knows of the model that it was cut from."""
-
-    facts: Mapping[str, str]
-    """Fields of its configuration, which all ranks must have in common."""
-    ties: tuple[Tie, ...]
-    """The weights that several stages have."""
-
-
 class Stage(nn.Module):
     """Some layers of the model. Takes token numbers or a hidden state; gives a hidden state or logits."""
 
-    origin: Origin
+    origin: tuple[dict[str, str], tuple[Tie, ...]]
+    """Of the model that it was cut from: fields of its configuration, which all ranks must have in common, and the
+    weights that several stages have."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None, *, is_first: bool) -> None:
         super().__init__()
@@ -87,22 +77,10 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
         for head in [model.lm_head if number == last else None]
     ]
     fields = {f"model fields: '{name}'": str(value) for name, value in model.config.to_dict().items()}
-    origin = Origin(fields, find_ties(stages))
+    origin = fields, find_ties(stages)
     for stage in stages:
         stage.origin = origin
     return stages
-
-
-def leave(model: Any, layers: Sequence[int], *, first: bool, last: bool) -> None:
-    """Take from a model that was cut what this rank does not train: all layers but these, and the embedding or the head
-    where the rank has not the `first` or the `last` stage. What is left keeps its name."""
-    for number in set(range(len(model.model.layers))) - set(layers):
-        model.model.layers[number] = nn.Identity()
-    if not first:
-        model.model.embed_tokens = None
-    if not last:
-        model.model.norm = nn.Identity()
-        model.lm_head = None
 
 
 def _part(inner: nn.Module, own: range, *, is_first: bool, is_last: bool) -> nn.Module:
@@ -122,13 +100,3 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
     loss: torch.Tensor = ForCausalLMLoss(logits, tokens, vocab_size=logits.shape[-1])
     return loss
-
-
-def loss_function(*, may_slice: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`loss_of`; if it may, in slices of rows, where they save memory and keep the bits (loss/attach.py)."""
-    if not may_slice:
-        return loss_of
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    loss = SlicedLoss(ForCausalLMLoss, shifts=True)
-    return lambda logits, tokens: loss(logits, tokens, vocab_size=logits.shape[-1])

@@ -24,10 +24,10 @@ devices, for which autograd promises no order of exchanges.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,6 @@ from lowtide.errors import ConfigError
 from lowtide.runtime.recompute.collectives import KeptResults, draw_once
 from lowtide.runtime.saved.handle import is_checkpoint_hook
 from lowtide.tensors.private import top_saved_tensors_hooks
-
-
-class Work(Protocol):
-    """A collective that was started. `torch.distributed` gives such objects."""
-
-    def wait(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +51,11 @@ class Route:
         return Route(self.input_splits, self.output_splits, self.group)
 
 
-class Half(Protocol):
-    """What an exchange asks of the half that it is part of (overlap.py)."""
-
-    @property
-    def home(self) -> Any:
-        """Whose half it is. `home.backward_half` is the backward that is under way there, if any."""
-
-    def check(self, x: torch.Tensor) -> None:
-        """Raise ConfigError if `x`, which is about to leave, was made by what cannot be in a pair."""
-
-    def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
-        """Start the exchange of `sent`, into `rows`. Its `wait` may let the other half run first."""
-
-
-running_half: ContextVar[Half | None] = ContextVar("lowtide_running_half", default=None)
-"""The half that this thread carries out. On an accelerator autograd calls backward on threads of its own, which do not
-have it: there an exchange asks the home of the half that it was made in."""
+Wait = Callable[[], Any]
+"""Waits for an exchange that was started."""
+running_half: ContextVar[Any] = ContextVar("lowtide_running_half", default=None)
+"""The half of a pair (overlap.py) that this thread carries out, or None. On an accelerator autograd calls backward on
+threads of its own, which do not have it: there an exchange asks the home of the half that it was made in."""
 
 
 @overload
@@ -159,7 +141,7 @@ class _Exchange:
 
     def __init__(self, route: Route) -> None:
         self.route = route
-        self.under_way: tuple[torch.Tensor, torch.Tensor, Work] | None = None
+        self.under_way: tuple[torch.Tensor, torch.Tensor, Wait] | None = None
         half = running_half.get()
         self.home = None if half is None else half.home
         self.given: torch.Tensor | None = None
@@ -174,18 +156,18 @@ class _Exchange:
         half = running_half.get()
         if half is None and self.home is not None:
             half = self.home.backward_half
-        begin = start_on_group if half is None else half.start
-        self.under_way = rows, sent, begin(rows, sent, route)
+        wait = start_on_group(rows, sent, route).wait if half is None else half.start(rows, sent, route)
+        self.under_way = rows, sent, wait
 
     def wait(self) -> torch.Tensor:
         assert self.under_way is not None, "an exchange was waited for that nobody started"
-        (rows, _, work), self.under_way = self.under_way, None
-        work.wait()
+        (rows, _, wait), self.under_way = self.under_way, None
+        wait()
         return rows
 
 
-def start_on_group(rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
-    """Start the exchange of `sent`, into `rows`, on the group of `route`."""
+def start_on_group(rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Any:
+    """Start the exchange of `sent`, into `rows`, on the group of `route`. Gives a work, which has a `wait`."""
     return dist.all_to_all_single(
         rows, sent, list(route.output_splits), list(route.input_splits), group=route.group, async_op=True
     )

@@ -44,29 +44,10 @@ from lowtide.pipeline.agree import (
     meet,
     named_weights,
     refuse_difference,
-    words_of,
 )
-from lowtide.pipeline.gradients import (
-    Place,
-    StepGradients,
-    Tie,
-    TiedWeights,
-    described,
-    gradient_norm,
-)
+from lowtide.pipeline.gradients import Place, StepGradients, Tie, TiedWeights, described, gradient_norm
 from lowtide.pipeline.live_chunks import read_by_then
-from lowtide.pipeline.schedule import (
-    RECEIVES,
-    SENDS,
-    Action,
-    AnyAction,
-    Kind,
-    Pair,
-    Result,
-    Schedule,
-    carried_by,
-    made_by,
-)
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 from lowtide.pipeline.torch_stage import (
     Places,
     Tensors,
@@ -146,10 +127,7 @@ class Pipeline:
             named = named_weights(self.stages, loss, self.schedule.num_stages - 1)
             for place, weight in named.items():
                 self.weights.setdefault(place.stage, []).append(weight)
-            origins = [getattr(stage, "origin", None) for stage in self.stages.values()]
-            facts, known = facts_of(origins, takes_turns=run_pair is not one_after_the_other)
-            tied = known if tied is None else tuple(map(tuple, tied))
-            facts["tied weights"] = "not known" if tied is None else words_of(tied)
+            facts, tied = facts_of(self.stages.values(), tied, takes_turns=run_pair is not one_after_the_other)
             self.tied = TiedWeights(tied or (), named, self.schedule.rank_of_stage, self.rank, self.stages)
         except ConfigError as error:
             mistake = str(error)
@@ -192,12 +170,12 @@ class Pipeline:
         if self.num_steps == 0:
             self._open()
         self.num_steps += 1
-        step = self._walk = _Walk(self, inputs, targets, keywords)
         gradients = StepGradients(self.weights, shared=self.tied.weights)
+        step = self._walk = _Walk(self, gradients, inputs, targets, keywords)
         try:
             if mistake is not None:
                 raise mistake
-            step.run(gradients, divide_by)
+            step.run(divide_by)
         except BaseException as error:
             gradients.take_back()
             if self.weight_gradients is not None:
@@ -328,25 +306,21 @@ class _Walk:
     def __init__(
         self,
         pipeline: Pipeline,
+        gradients: StepGradients,
         inputs: Sequence[Any] | None,
         targets: Sequence[Any] | None,
         keywords: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         self._pipeline = pipeline
-        row = pipeline.schedule.actions[pipeline.rank]
-        self._split = frozenset(
-            (action.stage, action.micro_batch)
-            for every in row
-            for action in every.parts
-            if action.kind is Kind.BACKWARD_WEIGHT
-        )
+        self._gradients = gradients
+        row = [action for rank, _, action in pipeline.schedule.parts() if rank == pipeline.rank]
+        self._split = {(each.stage, each.micro_batch) for each in row if each.kind is Kind.BACKWARD_WEIGHT}
         """Chunks whose weight gradients can be put off."""
         self._inputs, self._targets, self._keywords = inputs, targets, keywords
         self.draws: set[int] = set()
         """In the first step: stages that drew random numbers in their first forward."""
         self.at: AnyAction | str = "its start"
         """For the text of a failure."""
-        self._gradients = StepGradients({})
         self.error: BaseException | None = None
         self._chunks: dict[tuple[int, int], tuple[Tensors, Places]] = {}
         """Of forwards without their backwards: what came from the stage before, and the places of the outputs."""
@@ -359,13 +333,12 @@ class _Walk:
         """Results whose turn to be sent has not come."""
         self._to_send: dict[int, deque[Result]] = defaultdict(deque)
         """To each rank, in the order of the schedule."""
-        for every in row:
-            for action in every.parts:
-                if action.kind in SENDS:
-                    result = carried_by(action)
-                    reader = self._pipeline.schedule.reader(result)
-                    assert reader is not None
-                    self._to_send[reader].append(result)
+        for action in row:
+            if action.kind.is_send:
+                result = action.carries
+                reader = self._pipeline.schedule.reader(result)
+                assert reader is not None
+                self._to_send[reader].append(result)
 
     @property
     def _transport(self) -> GroupTransport | None:
@@ -375,11 +348,10 @@ class _Walk:
     def losses(self) -> tuple[torch.Tensor, ...]:
         return tuple(loss for _, loss in sorted(self._losses.items()))
 
-    def run(self, gradients: StepGradients, divide_by: float) -> None:
-        self._gradients = gradients
+    def run(self, divide_by: float) -> None:
         weights = self._pipeline.weight_gradients
         if weights is not None:
-            weights.of_stage = gradients.of_stage
+            weights.of_stage = self._gradients.of_stage
         self._pipeline.tied.begin()
         if self._transport is not None:
             shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
@@ -391,7 +363,7 @@ class _Walk:
         if weights is not None:
             weights.finish()
         self._refuse_written_buffers()
-        self._pipeline.tied.exchange(gradients, self._transport)
+        self._pipeline.tied.exchange(self._gradients, self._transport)
         if self._transport is not None:
             self._transport.finish()
         assert not (self._chunks or self._local or self._made)
@@ -417,9 +389,9 @@ class _Walk:
 
     def _do(self, every: AnyAction) -> None:
         self.at = every
-        if not isinstance(every, Pair) and every.kind in RECEIVES:
+        if not isinstance(every, Pair) and every.kind.is_receive:
             assert self._transport is not None
-            result = carried_by(every)
+            result = every.carries
             self._transport.ask(result, source=self._pipeline.schedule.rank_of_stage[result.stage])
         elif not isinstance(every, Pair) and every.kind is Kind.BACKWARD_WEIGHT:
             self._weight_gradient(every)
@@ -540,7 +512,7 @@ class _Walk:
 
     def _give(self, action: Action, tensors: Tensors) -> None:
         """Hand a result on: to this rank, or to another one as soon as those before it have gone."""
-        result = made_by(action)
+        result = action.makes
         reader = None if result is None else self._pipeline.schedule.reader(result)
         if result is None or reader is None:
             return

@@ -30,7 +30,6 @@ implementation afterwards, `copy.deepcopy` of the split model (torch copies no p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,8 +74,8 @@ def split_experts(model: nn.Module, *, group: Any) -> ExpertParallel:
             "plan"
         )
     found = find_experts(model)
-    for each in found:
-        _check(each, num_ranks)
+    for name, experts in found.items():
+        _check(name, experts, num_ranks)
     same_on_all(facts_of_model(model), group=group, what="lowtide.pipeline.split_experts")
     return ExpertParallel(model, found, group=group, rank=rank, num_ranks=num_ranks)
 
@@ -84,42 +83,41 @@ def split_experts(model: nn.Module, *, group: Any) -> ExpertParallel:
 class ExpertParallel:
     """A model whose experts are split. All methods are collective: every rank of the group calls them."""
 
-    def __init__(
-        self, model: nn.Module, found: Sequence[FoundExperts], *, group: Any, rank: int, num_ranks: int
-    ) -> None:
+    def __init__(self, model: nn.Module, found: Mapping[str, Any], *, group: Any, rank: int, num_ranks: int) -> None:
         self.model = model
         self.group = group
         self.rank = rank
         self.num_ranks = num_ranks
-        self._found = tuple(found)
+        self._found = found
         self._is_split = True
-        self._blocks = [self._split(each) for each in found]
+        self._blocks = [self._split(name, experts) for name, experts in found.items()]
 
-    def _split(self, found: FoundExperts) -> SplitExperts:
+    def _split(self, name: str, experts: Any) -> SplitExperts:
         for weight in WEIGHTS:
-            parameter = getattr(found.experts, weight)
+            parameter = getattr(experts, weight)
             # A copy, or the whole would stay in memory behind the slice.
             parameter.data = self._own_slice(parameter.data).clone()
-        split = SplitExperts(found.experts, group=self.group, is_grouped=found.is_grouped)
-        setattr(found.block, found.attribute, split.train(found.experts.training))
+        is_grouped = _IMPLEMENTATIONS[experts_implementation(experts.config)]
+        split = SplitExperts(experts, group=self.group, is_grouped=is_grouped).train(experts.training)
+        self.model.set_submodule(name, split)
         return split
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Of the parameters that hold this rank's experts."""
-        return tuple(f"{each.name}.{weight}" for each in self._found for weight in WEIGHTS)
+        return tuple(f"{name}.{weight}" for name in self._found for weight in WEIGHTS)
 
     def remove(self) -> None:
         """Put the model's own experts back, with the weights and gradients of all ranks."""
         if not self._is_split:
             return
         self._is_split = False
-        for found, split in zip(self._found, self._blocks, strict=True):
+        for (name, experts), split in zip(self._found.items(), self._blocks, strict=True):
             for weight in WEIGHTS:
                 parameter = getattr(split, weight)
                 self._make_whole(parameter)
-                setattr(found.experts, weight, parameter)
-            setattr(found.block, found.attribute, found.experts.train(split.training))
+                setattr(experts, weight, parameter)
+            self.model.set_submodule(name, experts.train(split.training))
 
     def _make_whole(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -197,22 +195,22 @@ class ExpertParallel:
         return torch.cat(parts)
 
 
-def _check(found: FoundExperts, num_ranks: int) -> None:
-    if found.experts.num_experts % num_ranks:
+def _check(name: str, experts: Any, num_ranks: int) -> None:
+    if experts.num_experts % num_ranks:
         raise ConfigError(
-            f"lowtide.pipeline.split_experts: '{found.name}' has {found.experts.num_experts} experts, which do not "
+            f"lowtide.pipeline.split_experts: '{name}' has {experts.num_experts} experts, which do not "
             f"divide by {num_ranks} ranks; choose a group of as many ranks as divide them"
         )
     for weight in WEIGHTS:
-        parameter = getattr(found.experts, weight)
+        parameter = getattr(experts, weight)
         if not is_plain(parameter):
             raise ConfigError(
-                f"lowtide.pipeline.split_experts: '{found.name}.{weight}' is a {type(parameter).__name__}; split the "
+                f"lowtide.pipeline.split_experts: '{name}.{weight}' is a {type(parameter).__name__}; split the "
                 "experts before anything else is done to the parameters"
             )
         if parameter.grad is not None:
             raise ConfigError(
-                f"lowtide.pipeline.split_experts: '{found.name}.{weight}' has a gradient; split the experts before the "
+                f"lowtide.pipeline.split_experts: '{name}.{weight}' has a gradient; split the experts before the "
                 "first backward, or after zero_grad()"
             )
 
@@ -261,28 +259,14 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 KNOWN = ("Qwen3MoeExperts", "DeepseekV3Experts", "MixtralExperts")
 """Classes whose experts were compared with ours to the bit."""
 _IMPLEMENTATIONS = {None: False, "eager": False, "grouped_mm": True}
+"""Whether the model runs them as one grouped product."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundExperts:
-    """The experts of one block."""
-
-    name: str
-    """Dotted, in the model."""
-    block: nn.Module
-    """The module that they are a child of."""
-    attribute: str
-    experts: Any
-    is_grouped: bool
-    """Whether the model runs them as one grouped product."""
-
-
-def find_experts(model: nn.Module) -> list[FoundExperts]:
-    """The experts of all blocks. Raises ConfigError: none is there, or one that is not known."""
-    found = []
+def find_experts(model: nn.Module) -> dict[str, Any]:
+    """The experts of all blocks, by name. Raises ConfigError: none is there, or one that is not known."""
+    found = {}
     for name, module in model.named_modules():
-        above, _, attribute = name.rpartition(".")
-        if attribute != "experts":
+        if name.rpartition(".")[2] != "experts":
             continue
         kind = type(module).__name__
         if kind not in KNOWN or not type(module).__module__.startswith("transformers."):
@@ -296,15 +280,7 @@ def find_experts(model: nn.Module) -> list[FoundExperts]:
                 f"lowtide.pipeline.split_experts: '{name}' runs by '{implementation}'; choose one that can be split: "
                 'model.set_experts_implementation("grouped_mm") or "eager"'
             )
-        found.append(
-            FoundExperts(
-                name=name,
-                block=model.get_submodule(above),
-                attribute=attribute,
-                experts=module,
-                is_grouped=_IMPLEMENTATIONS[implementation],
-            )
-        )
+        found[name] = module
     if not found:
         raise ConfigError(
             f"lowtide.pipeline.split_experts: {type(model).__name__} has no experts; only the experts of transformers' "

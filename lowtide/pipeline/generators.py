@@ -9,25 +9,28 @@ kinds of action on one stage, F&B that of a pair.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.config.run import SCHEDULES
 from lowtide.errors import ConfigError, did_you_mean
-from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule, as_v, in_rounds, made_by
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule, as_v, in_rounds
 
 
 class _Row:
-    """The actions of one rank while they are written. Each stage takes its micro-batches in order, so an action needs
-    only its kind and its stage."""
+    """The actions of one rank while they are written, in the words of the papers: `F0&B1` is a pair of the forward of
+    its first stage and the backward of its second one. Each stage takes its micro-batches in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *stages: int) -> None:
+        """stages: of the rank, which the words number from 0 on."""
         self.actions: list[AnyAction] = []
+        self._stages = stages
         self._next: Counter[tuple[Kind, int]] = Counter()
 
-    def _take(self, kind: Kind, stage: int) -> Action:
+    def _take(self, word: str) -> Action:
         """The next micro-batch of this stage. Both kinds of backward count on one counter."""
+        kind, stage = Kind(word[0]), self._stages[int(word[1:])]
         counted = Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind
         micro_batch = self._next[counted, stage]
         self._next[counted, stage] += 1
@@ -35,31 +38,20 @@ class _Row:
             self._next[Kind.BACKWARD_WEIGHT, stage] += 1
         return Action(kind, stage, micro_batch)
 
-    def forward(self, stage: int) -> None:
-        self.actions.append(self._take(Kind.FORWARD, stage))
-
-    def backward(self, stage: int) -> None:
-        self.actions.append(self._take(Kind.BACKWARD, stage))
-
-    def backward_input(self, stage: int) -> None:
-        self.actions.append(self._take(Kind.BACKWARD_INPUT, stage))
-
-    def backward_weight(self, stage: int) -> None:
-        self.actions.append(self._take(Kind.BACKWARD_WEIGHT, stage))
-
-    def pair(self, forward_stage: int, backward_stage: int) -> None:
-        self.actions.append(Pair(self._take(Kind.FORWARD, forward_stage), self._take(Kind.BACKWARD, backward_stage)))
+    def add(self, words: str, times: int = 1) -> None:
+        """All of the words, so many times."""
+        for word in words.split() * times:
+            parts = [self._take(part) for part in word.split("&")]
+            self.actions.append(Pair(*parts) if len(parts) == 2 else parts[0])
 
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """All forwards, then all backwards (Huang et al., arXiv 1811.06965). Every activation of the batch is held."""
     rows = []
     for rank in range(num_ranks):
-        row = _Row()
-        for _ in range(num_micro_batches):
-            row.forward(rank)
-        for _ in range(num_micro_batches):
-            row.backward(rank)
+        row = _Row(rank)
+        row.add("F0", num_micro_batches)
+        row.add("B0", num_micro_batches)
         rows.append(tuple(row.actions))
     return Schedule("gpipe", num_micro_batches, in_rounds(num_ranks, 1), tuple(rows))
 
@@ -71,15 +63,11 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
     """
     rows = []
     for rank in range(num_ranks):
-        row = _Row()
+        row = _Row(rank)
         warm_up = min(num_ranks - 1 - rank, num_micro_batches)
-        for _ in range(warm_up):
-            row.forward(rank)
-        for _ in range(num_micro_batches - warm_up):
-            row.forward(rank)
-            row.backward(rank)
-        for _ in range(warm_up):
-            row.backward(rank)
+        row.add("F0", warm_up)
+        row.add("F0 B0", num_micro_batches - warm_up)
+        row.add("B0", warm_up)
         rows.append(tuple(row.actions))
     return Schedule("1f1b", num_micro_batches, in_rounds(num_ranks, 1), tuple(rows))
 
@@ -101,23 +89,17 @@ def interleaved_overlap(num_ranks: int, num_micro_batches: int, stages_per_rank:
 def _interleaved(name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int, *, overlap: bool) -> Schedule:
     per_round = _micro_batches_per_round(name, num_ranks, num_micro_batches)
     total = stages_per_rank * num_micro_batches
+    turns = [turn // per_round % stages_per_rank for turn in range(total)]
+    forwards, backwards = [f"F{turn}" for turn in turns], [f"B{stages_per_rank - 1 - turn}" for turn in turns]
     rows = []
     for rank in range(num_ranks):
-        forwards = [turn // per_round % stages_per_rank * num_ranks + rank for turn in range(total)]
-        backwards = [num_ranks * (stages_per_rank - 1) + 2 * rank - stage for stage in forwards]
-        row = _Row()
+        row = _Row(*range(rank, num_ranks * stages_per_rank, num_ranks))
         warm_up = (stages_per_rank - 1) * per_round + 2 * (num_ranks - 1 - rank) + (1 if overlap else 0)
         warm_up = min(warm_up, total)
-        for turn in range(warm_up):
-            row.forward(forwards[turn])
-        for turn in range(total - warm_up):
-            if overlap:
-                row.pair(forwards[warm_up + turn], backwards[turn])
-            else:
-                row.forward(forwards[warm_up + turn])
-                row.backward(backwards[turn])
-        for turn in range(total - warm_up, total):
-            row.backward(backwards[turn])
+        row.add(" ".join(forwards[:warm_up]))
+        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+            row.add(f"{forward}&{backward}" if overlap else f"{forward} {backward}")
+        row.add(" ".join(backwards[total - warm_up :]))
         rows.append(tuple(row.actions))
     return Schedule(name, num_micro_batches, in_rounds(num_ranks, stages_per_rank), tuple(rows))
 
@@ -142,41 +124,20 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     at_least = max(num_micro_batches, 2 * num_ranks - 1)
     rows = []
     for rank in range(num_ranks):
-        down, up = rank, 2 * num_ranks - 1 - rank
-        row = _Row()
+        row = _Row(rank, 2 * num_ranks - 1 - rank)
         # warm-up: forwards until the first micro-batch comes back from the turn
-        for _ in range(2 * (num_ranks - rank) - 1):
-            row.forward(down)
-        for _ in range(rank):
-            row.forward(up)
-            row.forward(down)
-        for _ in range(num_ranks - rank):
-            row.forward(up)
-            row.backward_input(up)
-            row.backward_weight(up)
+        row.add("F0", 2 * (num_ranks - rank) - 1)
+        row.add("F1 F0", rank)
+        row.add("F1 I1 W1", num_ranks - rank)
         # steady: one forward and one backward of each of the two stages
-        num_down, num_up = 2 * num_ranks - 1 - rank, num_ranks
-        while num_up < at_least:
-            if num_down < at_least:
-                row.forward(down)
-                num_down += 1
-            row.backward_input(down)
-            row.backward_weight(down)
-            row.forward(up)
-            row.backward_input(up)
-            row.backward_weight(up)
-            num_up += 1
+        left_down = at_least - (2 * num_ranks - 1 - rank)
+        row.add("F0 I0 W0 F1 I1 W1", left_down)
+        row.add("I0 W0 F1 I1 W1", at_least - num_ranks - left_down)
         # cool-down: gradients of inputs first, since other ranks wait for them
-        for _ in range(rank):
-            row.backward_input(down)
-            row.backward_input(up)
-        for _ in range(num_ranks - rank):
-            row.backward_input(down)
-            row.backward_weight(down)
-        for _ in range(rank):
-            row.backward_weight(up)
-        for _ in range(rank):
-            row.backward_weight(down)
+        row.add("I0 I1", rank)
+        row.add("I0 W0", num_ranks - rank)
+        row.add("W1", rank)
+        row.add("W0", rank)
         rows.append(tuple(every for every in row.actions if every.parts[0].micro_batch < num_micro_batches))
     return Schedule("zb_v", num_micro_batches, as_v(num_ranks), tuple(rows))
 
@@ -195,60 +156,28 @@ def dualpipev(num_ranks: int, num_micro_batches: int) -> Schedule:
         )
     rows = []
     for rank in range(num_ranks):
-        down, up = rank, 2 * num_ranks - 1 - rank
-        row = _Row()
-        put_off: deque[int] = deque()
-        """Stages of the input gradients whose weight gradients are still to come, oldest first."""
+        row = _Row(rank, 2 * num_ranks - 1 - rank)
+        after = num_ranks - rank - 1
+        """Ranks behind this one: P - r - 1."""
+        row.add("F0", 2 * after)  # 1. fill the way down
+        row.add("F0 F1", rank + 1)  # 2. the first micro-batches come back up
+        row.add("I1 W1 F1", after)  # 3. the gradient goes on its way before the weights are seen to
 
-        # 1. F0, 2(P - r - 1) times: fill the way down.
-        for _ in range(2 * (num_ranks - rank - 1)):
-            row.forward(down)
+        # 4. M - 2P + r + 1 times: the main part. The turn does its first two apart, which is earlier.
+        row.add("F0&B1 F1&B0" if after else "F0 B1 F1&B0")
+        row.add("F0&B1 F1&B0", num_micro_batches - 2 * num_ranks + rank)
 
-        # 2. F0 F1, r + 1 times: the first micro-batches come back up.
-        for _ in range(rank + 1):
-            row.forward(down)
-            row.forward(up)
-
-        # 3. I1 W1 F1, P - r - 1 times: the gradient goes on its way before the weights are seen to.
-        for _ in range(num_ranks - rank - 1):
-            row.backward_input(up)
-            row.backward_weight(up)
-            row.forward(up)
-
-        # 4. F0&B1 F1&B0, M - 2P + r + 1 times: the main part. The turn does its first two apart, which is earlier.
-        for turn in range(num_micro_batches - 2 * num_ranks + rank + 1):
-            if turn == 0 and rank == num_ranks - 1:
-                row.forward(down)
-                row.backward(up)
-            else:
-                row.pair(down, up)
-            row.pair(up, down)
-
-        # 5. B1 F1&B0, P - r - 1 times: nothing is left to go down.
-        for _ in range(num_ranks - rank - 1):
-            row.backward(up)
-            row.pair(up, down)
+        row.add("B1 F1&B0", after)  # 5. nothing is left to go down
 
         # 6. B1 B0, r + 1 times: of these 2(r + 1) the second half puts its weight gradients off.
-        for turn in range(2 * (rank + 1)):
-            stage = up if turn % 2 == 0 else down
-            if turn < rank + 1:
-                row.backward(stage)
-            else:
-                row.backward_input(stage)
-                put_off.append(stage)
+        stages = [1, 0] * (rank + 1)
+        row.add(" ".join(f"B{stage}" for stage in stages[: rank + 1]))
+        row.add(" ".join(f"I{stage}" for stage in stages[rank + 1 :]))
 
-        # 7. W I0, P - r - 1 times.
-        for _ in range(num_ranks - rank - 1):
-            row.backward_weight(put_off.popleft())
-            row.backward_input(down)
-            put_off.append(down)
-
-        # 8. W, r + 1 times: the rest of what was put off.
-        for _ in range(rank + 1):
-            row.backward_weight(put_off.popleft())
-
-        assert not put_off
+        put_off = [*stages[rank + 1 :], *[0] * after]
+        """Stages whose weight gradients are still to come, oldest first, those of the next line among them."""
+        row.add(" ".join(f"W{stage} I0" for stage in put_off[:after]))  # 7.
+        row.add(" ".join(f"W{stage}" for stage in put_off[after:]))  # 8. the rest of what was put off
         rows.append(tuple(row.actions))
     return Schedule("dualpipev", num_micro_batches, as_v(num_ranks), tuple(rows))
 
@@ -258,11 +187,10 @@ def one_stage_overlap(num_ranks: int, num_micro_batches: int) -> Schedule:
     micro-batch runs with the backward of the one before. Two micro-batches are held instead of one."""
     if num_ranks != 1:
         raise ConfigError(f"pipeline: 'one_stage_overlap' is for 1 rank, not {num_ranks}; use 'dualpipev' for more")
-    row = _Row()
-    row.forward(0)
-    for _ in range(num_micro_batches - 1):
-        row.pair(0, 0)
-    row.backward(0)
+    row = _Row(0)
+    row.add("F0")
+    row.add("F0&B0", num_micro_batches - 1)
+    row.add("B0")
     return Schedule("one_stage_overlap", num_micro_batches, (0,), (tuple(row.actions),))
 
 
@@ -283,7 +211,7 @@ def paired(schedule: Schedule) -> Schedule:
                 and each.kind is Kind.BACKWARD
                 and isinstance(before, Action)
                 and before.kind is Kind.FORWARD
-                and made_by(before) not in schedule.needs(each)
+                and before.makes not in schedule.needs(each)
             ):
                 made[-1] = Pair(before, each)
             else:

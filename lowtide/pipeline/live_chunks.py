@@ -18,18 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowtide.pipeline.schedule import (
-    RECEIVES,
-    TRANSFERS,
-    Action,
-    AnyAction,
-    Kind,
-    Pair,
-    Result,
-    Schedule,
-    carried_by,
-    made_by,
-)
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 
 HEAD_BYTES = 1024
 """Of a message, beside its tensors."""
@@ -87,7 +76,7 @@ def read_by_then(schedule: Schedule, rank: int) -> dict[AnyAction, frozenset[Res
         seen |= read
         found[every] = frozenset(read)
         for part in every.parts:
-            result = made_by(part)
+            result = part.makes
             if result is not None and schedule.reader(result) not in (None, rank):
                 sent.add(result)
     return found
@@ -121,15 +110,15 @@ def _walk(
             live[action.stage] += 1
         if puts_off and action.kind is Kind.BACKWARD_INPUT:
             put_off[Kind.BACKWARD_WEIGHT, action.stage] += 1
-        result = made_by(action)
+        result = action.makes
         reader = None if result is None else schedule.reader(result)
         if result is not None and reader is not None:
             (waiting if reader == rank else sent).add(result)
 
     for position, every in enumerate(schedule.actions[rank]):
         sent = {result for result in sent if known[position].get(place[result][0], -1) < place[result][1]}
-        parts = [part for part in every.parts if part.kind not in TRANSFERS and part.kind is not Kind.BACKWARD_WEIGHT]
-        waiting.update(carried_by(part) for part in every.parts if part.kind in RECEIVES)
+        parts = [part for part in every.parts if not part.kind.is_transfer and part.kind is not Kind.BACKWARD_WEIGHT]
+        waiting.update(part.carries for part in every.parts if part.kind.is_receive)
         if puts_off and every.parts[0].kind is Kind.BACKWARD_WEIGHT:
             yield moment(())
             put_off[Kind.BACKWARD_WEIGHT, every.parts[0].stage] -= 1
@@ -150,28 +139,21 @@ def _walk(
 def _reader_positions(schedule: Schedule) -> dict[Result, tuple[int, int]]:
     """Of each result that travels: the rank that reads it, and the position of the action that does."""
     found: dict[Result, tuple[int, int]] = {}
-    for rank, row in enumerate(schedule.actions):
-        for position, every in enumerate(row):
-            for result in _read_by(schedule, every):
-                found.setdefault(result, (rank, position))
+    for rank, place, action in schedule.parts():
+        for result in _read_by(schedule, action):
+            found.setdefault(result, (rank, place))
     return found
 
 
-def _read_by(schedule: Schedule, every: AnyAction) -> Iterator[Result]:
+def _read_by(schedule: Schedule, action: Action) -> Iterator[Result]:
     """Results of other stages that an action reads."""
-    for action in every.parts:
-        if action.kind not in TRANSFERS and action.kind is not Kind.BACKWARD_WEIGHT:
-            yield from (result for result in schedule.needs(action) if result.stage != action.stage)
+    if not action.kind.is_transfer and action.kind is not Kind.BACKWARD_WEIGHT:
+        yield from (result for result in schedule.needs(action) if result.stage != action.stage)
 
 
 def _known_positions(schedule: Schedule, rank: int) -> list[dict[int, int]]:
     """For each action of `rank`: up to which position each other rank has certainly come when it begins."""
-    makers: dict[Result, tuple[int, int]] = {}
-    for other, row in enumerate(schedule.actions):
-        for position, every in enumerate(row):
-            for action in every.parts:
-                if (result := made_by(action)) is not None:
-                    makers[result] = (other, position)
+    makers = {action.makes: (other, place) for other, place, action in schedule.parts()}
     known: list[list[dict[int, int]]] = [[] for _ in schedule.actions]
     """Of each rank, when each of its actions begins."""
     is_moving = True
@@ -179,7 +161,8 @@ def _known_positions(schedule: Schedule, rank: int) -> list[dict[int, int]]:
         is_moving = False
         for other, row in enumerate(schedule.actions):
             while len(known[other]) < len(row):
-                sources = [makers[result] for result in _read_by(schedule, row[len(known[other])])]
+                parts = row[len(known[other])].parts
+                sources = [makers[result] for part in parts for result in _read_by(schedule, part)]
                 if any(position >= len(known[maker]) for maker, position in sources):
                     break
                 # A rank that stands at an action is done with those before it.
@@ -214,11 +197,9 @@ def is_in_order(schedule: Schedule) -> bool:
     """Whether every stage adds up its weight gradients in the order of the micro-batches. Then sums are those of one
     process that does the micro-batches one after another, to the bit; else only up to rounding."""
     last: dict[int, int] = {}
-    for row in schedule.actions:
-        for every in row:
-            for action in every.parts:
-                if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                    if action.micro_batch < last.get(action.stage, 0):
-                        return False
-                    last[action.stage] = action.micro_batch
+    for *_, action in schedule.parts():
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            if action.micro_batch < last.get(action.stage, 0):
+                return False
+            last[action.stage] = action.micro_batch
     return True

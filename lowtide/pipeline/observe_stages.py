@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.pipeline.exchange import Route, Work, start_on_group
+from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.overlap import BACKWARD, Event, Overlap, Start
 from lowtide.pipeline.rank_plan import StageChunk
@@ -301,8 +301,7 @@ def _recorder() -> StepRecorder | None:
 
 def _is_split(pipeline: Pipeline, stage: int) -> bool:
     """Whether weight gradients of this stage are put off."""
-    row = pipeline.schedule.actions[pipeline.rank]
-    has_w = any(part.kind is Kind.BACKWARD_WEIGHT and part.stage == stage for each in row for part in each.parts)
+    has_w = any(each.kind is Kind.BACKWARD_WEIGHT and each.stage == stage for *_, each in pipeline.schedule.parts())
     return pipeline.weight_gradients is not None and has_w
 
 
@@ -376,7 +375,7 @@ class ExchangeWatch:
     def rows(self) -> Rows:
         return [(each.num_sent, each.num_received) for each in self.exchanges]
 
-    def _begin(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
+    def _begin(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Any:
         recorder = _recorder()
         if recorder is not self._recorder:  # a step that is observed once more
             self._recorder = recorder

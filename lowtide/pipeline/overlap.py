@@ -13,9 +13,9 @@ forward of each micro-batch with the backward of the one before (PP = 1). The ex
 How: the halves run on two threads, the forward on the caller's, and exactly one of them at a time. A `Baton` is with
 one of them; the other waits. It changes hands only where its holder passes it on, so what both do happens in one order,
 the same in every run and on every rank. A half that is over passes it on for good; one that raised makes the other
-raise `Abandoned` where it waits, so nobody waits for ever. `ThreadState` is what torch keeps for each thread (gradients
-on or off, autocast, device and stream, saved-tensor hooks, modes) and Python's context variables: a backward on the
-second thread finds what it would find on the caller's.
+raise `Abandoned` where it waits, so nobody waits for ever. `as_this_thread` hands over what torch keeps for each thread
+(gradients on or off, autocast, device and stream, saved-tensor hooks, modes), beside Python's context variables: a
+backward on the second thread finds what it would find on the caller's.
 Why threads: what torch keeps for a thread (gradients, autocast, saved-tensor hooks, streams) stays with its half. Why
 in turns: ranks wait for each other's collectives, so all must start them in the same order; and two threads that race
 for one compute stream would put one half's exchange behind the other's compute.
@@ -48,10 +48,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.exchange import Half, Route, Work, is_exchange, running_half, start_on_group
+from lowtide.pipeline.exchange import Route, Wait, is_exchange, running_half, start_on_group
 from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.tensors.private import (
-    Hooks,
     dispatch_modes,
     fsdp_module_of,
     function_modes,
@@ -70,7 +69,8 @@ FORWARD, BACKWARD = "forward", "backward"
 OTHER: Mapping[str, str] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 Kind = Literal["issue", "wait", "segment", "counts", "fill"]
 Batch = TypeVar("Batch")
-Start = Callable[[torch.Tensor, torch.Tensor, Route], Work]
+Start = Callable[[torch.Tensor, torch.Tensor, Route], Any]
+"""Starts the exchange of the second tensor, into the first one. Gives an object that has a `wait`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,8 @@ class Overlap:
         self.log = log
         self.num_pairs = 0
         """How many were begun, those of one half among them."""
-        self.backward_half: Half | None = None
+        self.backward_half: _Half | None = None
+        """The one that is under way."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lowtide-overlap")
         self._is_running = False
 
@@ -140,8 +141,12 @@ class Overlap:
         losses: list[torch.Tensor] = []
         backward: Callable[[], object] | None = None
         made: list[torch.Tensor] = []
+
+        def run_forward(batch: Batch) -> None:
+            made.append(forward(batch))
+
         for batch in micro_batches:
-            self.run_pair(functools.partial(_append, made, forward, batch), backward)
+            self.run_pair(functools.partial(run_forward, batch), backward)
             losses.append(made[0].detach())
             backward = functools.partial(torch.autograd.backward, made.pop())
         self.run_pair(None, backward)
@@ -158,7 +163,8 @@ class Overlap:
         baton = Baton(BACKWARD)
         ahead, behind = (_Half(self, name, self.num_pairs, baton) for name in (FORWARD, BACKWARD))
         self._next_pair()
-        there = self._thread.submit(self._on_thread, ThreadState.now(), baton, behind, backward)
+        context = contextvars.copy_context()
+        there = self._thread.submit(context.run, self._on_thread, as_this_thread(), baton, behind, backward)
         try:
             self._carry_out(ahead, baton, forward)
             there.result()
@@ -176,10 +182,16 @@ class Overlap:
         self.num_pairs += 1
         return self.num_pairs - 1
 
-    def _on_thread(self, state: ThreadState, baton: Baton, half: _Half, call: Callable[[], object]) -> None:
+    def _on_thread(
+        self,
+        as_caller: contextlib.AbstractContextManager[None],
+        baton: Baton,
+        half: _Half,
+        call: Callable[[], object],
+    ) -> None:
         try:
-            with state.taken_over():
-                state.context.run(self._carry_out, half, baton, call)
+            with as_caller:
+                self._carry_out(half, baton, call)
         except BaseException as error:
             baton.end(BACKWARD, FORWARD, error)
 
@@ -211,10 +223,6 @@ class Overlap:
                 self.backward_half = outer
 
 
-def _append(made: list[torch.Tensor], forward: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
-    made.append(forward(batch))
-
-
 class _Half:
     """One half of a pair: starts exchanges, and passes the baton on before it waits for one."""
 
@@ -226,27 +234,32 @@ class _Half:
         self._num: dict[Kind, int] = {}
 
     def check(self, x: torch.Tensor) -> None:
+        """Raise ConfigError if `x`, which is about to leave, was made by what cannot be in a pair."""
         if self._pair < _NUM_CHECKED and (name := _sharded_module(x)) is not None:
             raise ConfigError(
                 f"lowtide: '{name}' is a module of FSDP2, which takes one forward or backward at a time: in a pair it "
                 "would lose gradients. Shard the optimizer's state instead, or step without lowtide.pipeline.Overlap"
             )
 
-    def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Work:
+    def start(self, rows: torch.Tensor, sent: torch.Tensor, route: Route) -> Wait:
+        """Start the exchange of `sent`, into `rows`. What waits for it may let the other half run first."""
         if not rows.is_floating_point() and not rows.is_complex():
             self.note("counts")
-            return self.home.start(rows, sent, route)
+            wait: Wait = self.home.start(rows, sent, route).wait
+            return wait
         self.note("segment")
         work = self.home.start(rows, sent, route)
-        return _Turn(self, work, self.note("issue"))
+        return functools.partial(self._wait, work, self.note("issue"))
 
-    def at_wait(self) -> None:
-        """Let the other half run, or where there is none what was put off."""
+    def _wait(self, work: Any, number: int) -> None:
+        """Let the other half run, or where there is none what was put off; then wait for an exchange."""
         self.note("segment")
         is_alone = self._baton is None or not self._baton.pass_on(self.name, OTHER[self.name])
         weights = self.home.weight_gradients
         if weights is not None and weights.at_wait(is_alone=is_alone):
             self.note("fill")
+        work.wait()
+        self.note("wait", number)
 
     def note(self, kind: Kind, number: int | None = None) -> int:
         """Log an event; without a number it is the next of its kind."""
@@ -272,22 +285,6 @@ def _sharded_module(x: torch.Tensor) -> str | None:
         if not is_exchange(node):
             waiting += [following for following, _ in node.next_functions]
     return None
-
-
-class _Turn:
-    """An exchange of a half: its wait comes after the other half's turn."""
-
-    __slots__ = ("_half", "_number", "_work")
-
-    def __init__(self, half: _Half, work: Work, number: int) -> None:
-        self._half = half
-        self._work = work
-        self._number = number
-
-    def wait(self) -> None:
-        self._half.at_wait()
-        self._work.wait()
-        self._half.note("wait", self._number)
 
 
 # -- two threads of which exactly one runs ---------------------------------------------------------------------------
@@ -339,61 +336,42 @@ class Baton:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadState:
-    """What torch keeps for the thread that called `now`."""
-
-    context: contextvars.Context
-    has_gradients: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """For each kind of device: whether it is on, and the dtype."""
-    caches_casts: bool
-    stream: torch.Stream | None
-    """Of the accelerator, if the process uses one."""
-    hooks: Hooks | None
-    function_modes: tuple[Any, ...]
-    dispatch_modes: tuple[Any, ...]
-
-    @staticmethod
-    def now() -> ThreadState:
-        device = torch.accelerator.current_accelerator()
-        kinds = ["cpu"] if device is None else ["cpu", device.type]
-        # To ask for the stream of a device that nobody uses would set it up.
-        is_used = device is not None and getattr(torch.get_device_module(device), "is_initialized", bool)()
-        return ThreadState(
-            context=contextvars.copy_context(),
-            has_gradients=torch.is_grad_enabled(),
-            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
-            caches_casts=torch.is_autocast_cache_enabled(),
-            stream=torch.accelerator.current_stream() if is_used else None,
-            hooks=top_saved_tensors_hooks(),
-            function_modes=tuple(function_modes()),
-            dispatch_modes=tuple(dispatch_modes()),
-        )
+def as_this_thread() -> contextlib.AbstractContextManager[None]:
+    """A context inside of which another thread is as the calling one is now. Afterwards hooks and modes of that thread
+    are off; the rest stays as it is."""
+    device = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if device is None else ["cpu", device.type]
+    # To ask for the stream of a device that nobody uses would set it up.
+    is_used = device is not None and getattr(torch.get_device_module(device), "is_initialized", bool)()
+    stream = torch.accelerator.current_stream() if is_used else None
+    has_gradients, caches_casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    hooks, for_functions, for_dispatch = top_saved_tensors_hooks(), [*function_modes()], [*dispatch_modes()]
 
     @contextlib.contextmanager
-    def taken_over(self) -> Iterator[None]:
-        """Inside, this thread is as the other one was. Afterwards hooks and modes are off; the rest stays as it is."""
-        torch.set_grad_enabled(self.has_gradients)
-        for kind, is_on, dtype in self.autocast:
+    def taken_over() -> Iterator[None]:
+        torch.set_grad_enabled(has_gradients)
+        for kind, is_on, dtype in autocast:
             torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.caches_casts)
-        if self.stream is not None:
-            torch.accelerator.set_stream(self.stream)  # and its device
+        torch.set_autocast_cache_enabled(caches_casts)
+        if stream is not None:
+            torch.accelerator.set_stream(stream)  # and its device
         torch.get_num_threads()  # tells this thread how many torch was told to use
         with contextlib.ExitStack() as stack:
             # Whoever leaves the outermost autocast of a thread empties a cache that all threads share, and a weight
             # that the other half uses twice would be cast twice: other sums.
             torch.autocast_increment_nesting()
             stack.callback(torch.autocast_decrement_nesting)
-            if self.hooks is not None:
-                push_saved_tensors_hooks(*self.hooks)
+            if hooks is not None:
+                push_saved_tensors_hooks(*hooks)
                 stack.callback(pop_saved_tensors_hooks)
-            for mode in self.function_modes:
+            for mode in for_functions:
                 push_function_mode(mode)
                 stack.callback(pop_function_mode)
-            for mode in self.dispatch_modes:
+            for mode in for_dispatch:
                 push_dispatch_mode(mode)
                 stack.callback(pop_dispatch_mode)
             yield
+
+    return taken_over()

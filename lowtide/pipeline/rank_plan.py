@@ -22,7 +22,9 @@ plan; the time that a rank waits for others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +38,7 @@ from lowtide.errors import BudgetError
 from lowtide.pipeline import turns
 from lowtide.pipeline.live_chunks import HEAD_BYTES, MessageKind, Moment
 from lowtide.pipeline.schedule import Kind
-from lowtide.pipeline.turns import Exchange, Half, Needs, halves_of, slots_of, with_turn
+from lowtide.pipeline.turns import Exchange, Half, halves_of, needs_of, slots_of, with_turn
 from lowtide.planner.by_rules import HOST_COSTS, problem_of
 from lowtide.planner.place_state import NUM_SLOTS, bucket_size, refuse_without_effect, shares_of
 from lowtide.planner.plan_profile import StepProblem, problem_of_step
@@ -121,8 +123,7 @@ class RankPlan:
 def plan_rank(task: RankTask) -> RankPlan:
     """The fastest that was found. Raises `BudgetError` where nothing fits, which says what budget would be enough."""
     search = _Search(dataclasses.replace(task, config=_of_one_chunk(task)))
-    found = search.as_held(_searched(search))
-    return dataclasses.replace(found, peak_bytes=search.peak_bytes(found))
+    return search.rank_plan(_best_share(search))
 
 
 def _of_one_chunk(task: RankTask) -> MemoryConfig:
@@ -133,27 +134,22 @@ def _of_one_chunk(task: RankTask) -> MemoryConfig:
     return dataclasses.replace(task.config, host_budget=task.config.host_budget // most)
 
 
-def _searched(search: _Search) -> RankPlan:
+def _best_share(search: _Search) -> float:
+    """Of the way, the part whose plans are fastest; less of it where more is not worth its trouble."""
     most = search.at(1.0)
-    if most is not None and all(plan.does_nothing for plan in most.plans.values()):
-        return most
-    found = search.at(0.0)
-    if found is None:
+    if most is not None and all(plan.does_nothing for plan in most.values()):
+        return 1.0
+    if search.at(0.0) is None:
         raise search.refusal()
     low, high = (0.0, 1.0) if most is None else (1.0, 1.0)
     while high - low > _FINE:
         middle = (low + high) / 2
         low, high = (middle, high) if search.has_plan(middle) else (low, middle)
+    best = 0.0
     for share in _SHARES:
-        tried = search.at(share * low)
-        found = found if tried is None else _faster(found, tried)
-    return found
-
-
-def _faster(one: RankPlan, other: RankPlan) -> RankPlan:
-    """The second where the first is not worth its trouble."""
-    seconds, others = (sum(plan.step_seconds.values()) for plan in (one, other))
-    return one if seconds < (1 - _GAIN) * others else other
+        if search.seconds_at(best) >= (1 - _GAIN) * search.seconds_at(share * low):
+            best = share * low
+    return best
 
 
 class _Search:
@@ -162,15 +158,23 @@ class _Search:
     def __init__(self, task: RankTask) -> None:
         self.task = task
         self.most = {stage: self._most_held(stage) for stage in task.chunks}
-        self.needs = {stage: Needs.of(self.chunk_profile(stage)) for stage in task.chunks}
+        self.needs = {stage: needs_of(self.chunk_profile(stage)) for stage in task.chunks}
         self.least = {stage: min(self.most[stage], self._least_held(stage)) for stage in task.chunks}
-        self._known: dict[float, RankPlan | None] = {}
+        self._known: dict[float, dict[int, Plan] | None] = {}
 
-    def at(self, share: float) -> RankPlan | None:
-        """With so much of the way from the least to all that is saved; None: it does not fit."""
+    def at(self, share: float) -> dict[int, Plan] | None:
+        """The plans of the stages with so much of the way from the least to all that is saved; None: it does not
+        fit."""
         if share not in self._known:
-            self._known[share] = self._planned(self._limits(share), self.task.budget_bytes)
+            budget_bytes, problems = self.task.budget_bytes, self._problems(self._limits(share), self.task.budget_bytes)
+            plans = {stage: each.plan(budget_bytes, with_floor=False) for stage, each in (problems or {}).items()}
+            self._known[share] = None if problems is None else plans
         return self._known[share]
+
+    def seconds_at(self, share: float) -> float:
+        """Of one chunk of each stage."""
+        plans = self.at(share)
+        return math.inf if plans is None else sum(map(_seconds, plans.values()))
 
     def has_plan(self, share: float) -> bool:
         """Whether `at` gives a plan, without the search for the fastest."""
@@ -184,24 +188,16 @@ class _Search:
             limits[stage] = least + int(share * (most - least))
         return limits
 
-    def as_held(self, plan: RankPlan) -> RankPlan:
-        """The same plans; what a chunk holds in flight is no longer the limit that they were given, but what they hold.
-        They may hold less: activations leave whole, and layers may run again by rule."""
-        held = {
-            stage: min(limit, self._held_under(stage, plan.plans[stage]) + self.task.chunks[stage].input_bytes)
-            for stage, limit in plan.held_bytes.items()
-        }
-        return dataclasses.replace(plan, held_bytes=held)
-
-    def _planned(self, limits: Mapping[int, int], budget_bytes: int) -> RankPlan | None:
-        problems = self._problems(limits, budget_bytes)
-        if problems is None:
-            return None
-        plans = {stage: problem.plan(budget_bytes, with_floor=False) for stage, problem in problems.items()}
+    def rank_plan(self, share: float) -> RankPlan:
+        """With these plans, and what chunks hold under them. They may hold less than the limit that the plans were
+        given: activations leave whole, and layers may run again by rule."""
+        plans, limits = self.at(share), self._limits(share)
+        assert plans is not None
+        held = {stage: min(limits[stage], self._held_under(stage, plan)) for stage, plan in plans.items()}
         return RankPlan(
             plans=plans,
-            held_bytes={stage: limits[stage] + self.task.chunks[stage].input_bytes for stage in plans},
-            peak_bytes=budget_bytes,
+            held_bytes={stage: nbytes + self.task.chunks[stage].input_bytes for stage, nbytes in held.items()},
+            peak_bytes=self._peak_bytes(plans, held),
             step_seconds={stage: _seconds(plan) for stage, plan in plans.items()},
         )
 
@@ -225,7 +221,7 @@ class _Search:
 
     def beside(self, stage: int, limits: Mapping[int, int], budget_bytes: int) -> np.ndarray:
         """For each operator of a chunk, the most that the rest of the rank may hold meanwhile."""
-        found = np.zeros(len(self.needs[stage].least), np.int64)
+        found = np.zeros(len(self.needs[stage][0]), np.int64)
         forward, backward = self.task.chunks[stage].halves
         for moment in self.task.moments:
             rest = self._rest_bytes(moment, limits)
@@ -252,23 +248,49 @@ class _Search:
             found[stop - 1 : stop + 1] = found[stop - 1 : stop + 1].max()
         return found
 
-    def peak_bytes(self, plan: RankPlan) -> int:
-        """What the rank needs at most, as its plans are."""
-        limits = {stage: held - self.task.chunks[stage].input_bytes for stage, held in plan.held_bytes.items()}
-        own = {stage: _Own(self, stage, limits, each) for stage, each in plan.plans.items()}
-        found = [each.step_of_optimizer_bytes for each in own.values()] + self._weights_bytes(limits)
+    def _peak_bytes(self, plans: Mapping[int, Plan], limits: Mapping[int, int]) -> int:
+        """What the rank needs at most, as its plans are. `limits`: what chunks hold in flight beside their inputs."""
+        own, found = {}, self._weights_bytes(limits)
+        for stage, each in plans.items():
+            own[stage], step_of_optimizer_bytes = self._most_under(stage, limits, each)
+            found.append(step_of_optimizer_bytes)
         for moment in (each for each in self.task.moments if each.running):
             rest = _state_bytes(self.task.state) + self._rest_bytes(moment, limits) + self._input_bytes(moment)
             (ahead, is_forward), *more = sorted(moment.running, key=lambda each: not each[1])
             if not more:
                 half = self.task.chunks[ahead].halves[0 if is_forward else 1]
-                found.append(rest + own[ahead].most(range(half.first, half.end)))
+                found.append(rest + own[ahead](range(half.first, half.end)))
                 continue
             behind = more[0][0]
             halves = self.task.chunks[ahead].halves[0], self.task.chunks[behind].halves[1]
             for forward, backward in slots_of(*halves):
-                found.append(rest + own[ahead].most(forward) + own[behind].most(backward))
+                found.append(rest + own[ahead](forward) + own[behind](backward))
         return max(found)
+
+    def _most_under(self, stage: int, limits: Mapping[int, int], plan: Plan) -> tuple[Callable[[range], int], int]:
+        """What a chunk needs at most at any of some operators under its plan, beside the state of its rank and its
+        input; and what there is when the optimizer steps."""
+        task, profile = self.task, self.chunk_profile(stage)
+        state_bytes = _state_bytes(profile.state)
+
+        def problem_beside(beside: np.ndarray, turn_bytes: int) -> tuple[Problem, list[Fate]]:
+            return _problem_under(with_turn(profile, beside, turn_bytes=turn_bytes), task.config, plan)
+
+        room = task.budget_bytes - state_bytes - limits[stage]
+        problem, fates = problem_beside(self.beside(stage, limits, task.budget_bytes), room)
+        played = run(problem.step, fates, task.link, budget_bytes=task.budget_bytes)
+
+        @functools.cache
+        def most(ops: range) -> int:
+            if not ops:
+                return 0
+            apart = np.full(len(profile.op_bytes), -_NO_LIMIT, np.int64)  # others do not count
+            apart[ops.start : ops.stop] = 0
+            problem, fates = problem_beside(apart, -_NO_LIMIT)
+            again = run(problem.step, fates, task.link, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
+            return max(0, max(again.curve[:-1]) - state_bytes)
+
+        return most, played.curve[-1]
 
     def _weights_bytes(self, limits: Mapping[int, int]) -> list[int]:
         """What there is while weight gradients that were put off are made."""
@@ -358,38 +380,6 @@ class _Search:
             middle = (low + high) // 2
             low, high = (low, middle) if self._problems(limits, middle) is not None else (middle, high)
         return high
-
-
-class _Own:
-    """What a chunk needs under its plan, beside the state of its rank and its input."""
-
-    def __init__(self, search: _Search, stage: int, limits: Mapping[int, int], plan: Plan) -> None:
-        self._task = search.task
-        self._profile = search.chunk_profile(stage)
-        self._plan = plan
-        self._known: dict[range, int] = {range(0): 0}
-        self._state_bytes = _state_bytes(self._profile.state)
-        budget_bytes = self._task.budget_bytes
-        beside = search.beside(stage, limits, budget_bytes)
-        problem, fates = self._problem(beside, turn_bytes=budget_bytes - self._state_bytes - limits[stage])
-        self._played = run(problem.step, fates, self._task.link, budget_bytes=budget_bytes)
-        self.step_of_optimizer_bytes = self._played.curve[-1]
-
-    def most(self, ops: range) -> int:
-        """The most that it has at any of these operators."""
-        if ops not in self._known:
-            apart = np.full(len(self._profile.op_bytes), -_NO_LIMIT, np.int64)  # others do not count
-            apart[ops.start : ops.stop] = 0
-            problem, fates = self._problem(apart, turn_bytes=-_NO_LIMIT)
-            played = self._played
-            again = run(problem.step, fates, self._task.link, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
-            curve = again.curve[:-1]
-            self._known[ops] = max(0, max(curve) - self._state_bytes)
-        return self._known[ops]
-
-    def _problem(self, beside: np.ndarray, *, turn_bytes: int) -> tuple[Problem, list[Fate]]:
-        profile = with_turn(self._profile, beside, turn_bytes=turn_bytes)
-        return _problem_under(profile, self._task.config, self._plan)
 
 
 def _problem_under(profile: Profile, config: MemoryConfig, plan: Plan) -> tuple[Problem, list[Fate]]:

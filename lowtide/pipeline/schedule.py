@@ -26,7 +26,7 @@ import csv
 import enum
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -52,10 +52,19 @@ class Kind(enum.StrEnum):
     RECEIVE_BACKWARD = "RECV_B"
     """The gradient of this stage's output comes from the rank of the next stage."""
 
+    @property
+    def is_send(self) -> bool:
+        return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
-SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD))
-RECEIVES = frozenset((Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD))
-TRANSFERS = SENDS | RECEIVES
+    @property
+    def is_receive(self) -> bool:
+        return self in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+
+    @property
+    def is_transfer(self) -> bool:
+        return self.is_send or self.is_receive
+
+
 PAIR = "OVERLAP_F_B"
 """How torch writes a pair."""
 
@@ -71,6 +80,22 @@ class Action:
     @property
     def parts(self) -> tuple[Action, ...]:
         return (self,)
+
+    @property
+    def makes(self) -> Result | None:
+        """What it computes for others; None for weight gradients, which stay where they are."""
+        if self.kind is Kind.FORWARD:
+            return Result(Kind.FORWARD, self.stage, self.micro_batch)
+        if self.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            return Result(Kind.BACKWARD, self.stage, self.micro_batch)
+        return None
+
+    @property
+    def carries(self) -> Result:
+        """What a send or a receive moves."""
+        is_forward = self.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+        away = 0 if self.kind.is_send else -1 if is_forward else 1
+        return Result(Kind.FORWARD if is_forward else Kind.BACKWARD, self.stage + away, self.micro_batch)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
@@ -103,6 +128,19 @@ class Result(NamedTuple):
     stage: int
     micro_batch: int
 
+    @property
+    def send(self) -> Action:
+        """What sends it."""
+        kind = Kind.SEND_FORWARD if self.kind is Kind.FORWARD else Kind.SEND_BACKWARD
+        return Action(kind, self.stage, self.micro_batch)
+
+    @property
+    def receive(self) -> Action:
+        """What takes it in, at the stage that reads it."""
+        if self.kind is Kind.FORWARD:
+            return Action(Kind.RECEIVE_FORWARD, self.stage + 1, self.micro_batch)
+        return Action(Kind.RECEIVE_BACKWARD, self.stage - 1, self.micro_batch)
+
 
 @dataclass(frozen=True, slots=True)
 class Computed:
@@ -131,15 +169,22 @@ class Schedule:
     def num_stages(self) -> int:
         return len(self.rank_of_stage)
 
+    def parts(self) -> Iterator[tuple[int, int, Action]]:
+        """Rank, place in its row, action; pairs as their two actions."""
+        for rank, row in enumerate(self.actions):
+            for place, every in enumerate(row):
+                for action in every.parts:
+                    yield rank, place, action
+
     @cached_property
     def splits_backwards(self) -> bool:
         """Whether any backward is I and W."""
-        return any(part.kind is Kind.BACKWARD_WEIGHT for row in self.actions for each in row for part in each.parts)
+        return any(action.kind is Kind.BACKWARD_WEIGHT for *_, action in self.parts())
 
     @cached_property
     def has_transfers(self) -> bool:
         """Whether sends and receives are written out. Generators leave them out; `with_transfers` adds them."""
-        return any(action.kind in TRANSFERS for row in self.actions for every in row for action in every.parts)
+        return any(action.kind.is_transfer for *_, action in self.parts())
 
     @cached_property
     def computed(self) -> tuple[tuple[Computed, ...], ...]:
@@ -154,10 +199,10 @@ class Schedule:
                 Computed(
                     action,
                     numbers(need for part in action.parts for need in self.needs(part)),
-                    numbers(made_by(part) for part in action.parts),
+                    numbers(part.makes for part in action.parts),
                 )
                 for action in row
-                if action.parts[0].kind not in TRANSFERS
+                if not action.parts[0].kind.is_transfer
             )
             for row in self.actions
         )
@@ -188,37 +233,6 @@ class Schedule:
         """The rank of the neighbour that reads a result; None for the loss and for the gradient of the batch."""
         stage = result.stage + (1 if result.kind is Kind.FORWARD else -1)
         return self.rank_of_stage[stage] if 0 <= stage < self.num_stages else None
-
-
-def made_by(action: Action) -> Result | None:
-    """What a computing action makes for others; None for weight gradients, which stay where they are."""
-    if action.kind is Kind.FORWARD:
-        return Result(Kind.FORWARD, action.stage, action.micro_batch)
-    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        return Result(Kind.BACKWARD, action.stage, action.micro_batch)
-    return None
-
-
-def carried_by(action: Action) -> Result:
-    """What a send or a receive moves."""
-    stage = action.stage
-    if action.kind is Kind.RECEIVE_FORWARD:
-        stage -= 1
-    elif action.kind is Kind.RECEIVE_BACKWARD:
-        stage += 1
-    is_forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-    return Result(Kind.FORWARD if is_forward else Kind.BACKWARD, stage, action.micro_batch)
-
-
-def send_of(result: Result) -> Action:
-    kind = Kind.SEND_FORWARD if result.kind is Kind.FORWARD else Kind.SEND_BACKWARD
-    return Action(kind, result.stage, result.micro_batch)
-
-
-def receive_of(result: Result) -> Action:
-    if result.kind is Kind.FORWARD:
-        return Action(Kind.RECEIVE_FORWARD, result.stage + 1, result.micro_batch)
-    return Action(Kind.RECEIVE_BACKWARD, result.stage - 1, result.micro_batch)
 
 
 def in_rounds(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:

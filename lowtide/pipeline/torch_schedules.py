@@ -33,13 +33,7 @@ from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.runtime.autopilot.plan_model import merged_config
 from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.private import (
-    replace_step,
-    restore_step,
-    schedule_loss,
-    schedule_micro_batches,
-    schedule_stages,
-)
+from lowtide.tensors.private import replace_step, restore_step, schedule_loss, schedule_micro_batches, schedule_stages
 from lowtide.tensors.ranks import ALONE
 
 _CALL = "lowtide.pipeline.attach"

@@ -25,16 +25,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    OVERLAP_F_B,
-)
+from torch.distributed.pipelining.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, OVERLAP_F_B
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.schedule import TRANSFERS, Action, AnyAction, Kind, Pair, Schedule
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.private import await_unshard, make_schedule_runtime
 
@@ -110,7 +104,7 @@ def runtime_of(
 
 def _with_gathers(row: Sequence[AnyAction], sharded: Collection[int]) -> list[str]:
     """With the actions that gather and reduce these stages."""
-    computes = [[part.stage for part in every.parts if part.kind not in TRANSFERS] for every in row]
+    computes = [[part.stage for part in every.parts if not part.kind.is_transfer] for every in row]
     cells = []
     for place, every in enumerate(row):
         own = sharded & set(computes[place])

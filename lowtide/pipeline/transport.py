@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from lowtide.errors import ConfigError, PipelineError
 from lowtide.pipeline.agree import FailureNote, refuse_difference
 from lowtide.pipeline.live_chunks import HEAD_BYTES
-from lowtide.pipeline.schedule import Kind, Result, receive_of, send_of
+from lowtide.pipeline.schedule import Kind, Result
 from lowtide.tensors.ranks import gather
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -110,10 +110,8 @@ class GroupTransport:
 
     def meet(self, value: Any, doing: str) -> list[Any]:
         """What each rank brings."""
-        try:
+        with self._telling(None, doing):
             return gather(value, self._heads)
-        except RuntimeError as error:
-            raise self._lost(None, doing, error) from error
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
         """Begin, and return. The tensors are held until `let_go_of` or `finish`."""
@@ -127,7 +125,7 @@ class GroupTransport:
                 self._known[key] = blanks
         elif known != blanks:
             raise ConfigError(
-                f"pipeline: at {send_of(result)} stage {result.stage} passes on {_told(blanks)}, and for another "
+                f"pipeline: at {result.send} stage {result.stage} passes on {_told(blanks)}, and for another "
                 f"micro-batch of the same shape it was {_told(known)}; what a stage passes on must follow from the "
                 "shapes of its batch"
             )
@@ -137,10 +135,8 @@ class GroupTransport:
             for tensor, blank in zip(tensors, blanks, strict=True)
             if tensor is not None and blank is not None and tensor.numel()
         ]
-        try:
+        with self._telling(to, f"was sending {result.send} to it"):
             works = [dist.isend(_bytes_of(part), group=group, group_dst=to) for part, group in parts]
-        except RuntimeError as error:
-            raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
         self._on_the_way[result].append((to, works, [part for part, _ in parts]))
 
     def ask(self, result: Result, *, source: int) -> None:
@@ -160,32 +156,26 @@ class GroupTransport:
                 continue
             tensor = blank.empty(self._device)
             if tensor.numel():
-                try:
+                with self._telling(source, f"waited for {result.send} of it"):
                     works.append(dist.irecv(_bytes_of(tensor.permute(blank.order)), group=way, group_src=source))
-                except RuntimeError as error:
-                    raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
             tensors.append(tensor.requires_grad_(blank.requires_grad))
         self._asked[result] = source, tuple(tensors), works
 
     def read(self, result: Result) -> Tensors:
         """What came, on this rank's device, as leaves that require grad where the sender's tensors did."""
         source, tensors, works = self._asked.pop(result)
-        try:
+        with self._telling(source, f"waited for {result.send} of it"):
             for work in works:
                 work.wait()
-        except RuntimeError as error:
-            raise self._lost(source, f"waited for {send_of(result)} of it", error) from error
         return tensors
 
     def let_go_of(self, results: Iterable[Result]) -> None:
         """Wait until these have gone."""
         for result in results:
             for to, works, _ in self._on_the_way.pop(result):
-                try:
+                with self._telling(to, f"was sending {result.send} to it"):
                     for work in works:
                         work.wait()
-                except RuntimeError as error:
-                    raise self._lost(to, f"was sending {send_of(result)} to it", error) from error
 
     def finish(self) -> None:
         """Wait until everything that was sent has gone."""
@@ -214,36 +204,35 @@ class GroupTransport:
 
     def _read_head(self, expected: Result, source: int) -> _Blanks:
         head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
-        self._take_in(head, source, f"waited for {send_of(expected)} of it")
-        wanted = f"rank {self.rank} stands at {receive_of(expected)}"
+        with self._telling(source, f"waited for {expected.send} of it"):
+            dist.recv(head, group=self._heads, group_src=source)
+        wanted = f"rank {self.rank} stands at {expected.receive}"
         try:
             (kind, *place), blanks = json.loads(head.numpy().tobytes())
         except ValueError:
             raise PipelineError(f"pipeline: {wanted}, and from rank {source} came no head of a message") from None
         result = Result(Kind(kind), *place)
         if result != expected:
-            raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {send_of(result)}")
+            raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {result.send}")
         return tuple(
             None if each is None else _Blank(tuple(each[0]), getattr(torch, each[1]), each[2], tuple(each[3]))
             for each in blanks
         )
 
-    def _take_in(self, words: torch.Tensor, source: int, doing: str) -> None:
-        try:
-            dist.recv(words, group=self._heads, group_src=source)
-        except RuntimeError as error:
-            raise self._lost(source, doing, error) from error
-
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def _lost(self, peer: int | None, doing: str, error: BaseException) -> PipelineError:
-        """What to say of a connection that broke: the cause that somebody noted, else that the peer is gone."""
-        who = "another rank" if peer is None else f"rank {peer}"
-        noted = self.note.read()
-        if noted is None:
-            own = f"{who} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
-            noted = self.note.settle(own)
-        return PipelineError(f"pipeline: {noted}")
+    @contextlib.contextmanager
+    def _telling(self, peer: int | None, doing: str) -> Iterator[None]:
+        """Inside, a connection that breaks is told with the cause that somebody noted, else that the peer is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            who = "another rank" if peer is None else f"rank {peer}"
+            noted = self.note.read()
+            if noted is None:
+                own = f"{who} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
+                noted = self.note.settle(own)
+            raise PipelineError(f"pipeline: {noted}") from error
 
 
 def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:

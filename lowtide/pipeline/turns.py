@@ -18,7 +18,6 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 
@@ -93,38 +92,35 @@ def slots_of(forward: Half, backward: Half) -> Iterator[tuple[range, range]]:
             yield runs, backward.standing(number + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Of a chunk, for each operator: bytes that no plan can move, and those that are there if all is kept."""
+Needs = tuple[np.ndarray, np.ndarray]
+"""Of a chunk, for each operator: bytes that no plan can move, and those that are there if all is kept."""
 
-    least: np.ndarray
-    most: np.ndarray
 
-    @classmethod
-    def of(cls, profile: Profile) -> Needs:
-        """Beside the rank's state, whose gradients exist already."""
-        beside = bytes_of_state(profile, has_gradients=True)
-        sites = {index: node for index, node in enumerate(profile.nodes) if node.retained_input is None}
-        staying = {index: node.dies >= min(node.reads, default=0) for index, node in sites.items()}
-        least = op_base_bytes(profile, {index: staying.get(index, False) for index in range(len(profile.nodes))},
-                              has_gradients=True) - beside  # fmt: skip
-        most = op_base_bytes(profile, {index: index in sites for index in range(len(profile.nodes))},
-                             has_gradients=True) - beside  # fmt: skip
-        for index, node in sites.items():
-            for read in () if staying[index] else node.reads:
-                least[read] += node.nbytes  # whatever its fate, it is there when it is read
-        return cls(np.minimum(least, most), most)
+def needs_of(profile: Profile) -> Needs:
+    """Beside the rank's state, whose gradients exist already."""
+    beside = bytes_of_state(profile, has_gradients=True)
+    sites = {index: node for index, node in enumerate(profile.nodes) if node.retained_input is None}
+    staying = {
+        index: index in sites and node.dies >= min(node.reads, default=0) for index, node in enumerate(profile.nodes)
+    }
+    least, most = (
+        op_base_bytes(profile, kept, has_gradients=True) - beside
+        for kept in (staying, {index: index in sites for index in staying})
+    )
+    for index, node in sites.items():
+        for read in () if staying[index] else node.reads:
+            least[read] += node.nbytes  # whatever its fate, it is there when it is read
+    return np.minimum(least, most), most
 
 
 def shares_of(
     forward: tuple[Half, Needs], backward: tuple[Half, Needs], room_bytes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each operator of the two chunks: the bytes that it may have while it is in the pair."""
-    own = [np.full(len(needs.least), _UNLIMITED, np.int64) for _, needs in (forward, backward)]
+    own = [np.full(len(least), _UNLIMITED, np.int64) for _, (least, _) in (forward, backward)]
     for ops in slots_of(forward[0], backward[0]):
         least, most = (
-            [_highest(column(needs), each) for (_, needs), each in zip((forward, backward), ops)]
-            for column in (attrgetter("least"), attrgetter("most"))
+            [_highest(needs[column], each) for (_, needs), each in zip((forward, backward), ops)] for column in (0, 1)
         )
         rest = room_bytes - sum(least)
         could = [high - low for low, high in zip(least, most)]

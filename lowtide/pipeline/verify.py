@@ -3,13 +3,14 @@
 What `verify` proves, in this order; the first fault raises `ConfigError` with rank, action and what is missing:
 1. every action is of a stage that lives on its rank and of a micro-batch of the step, and a pair is a forward and a
    full backward;
-2. every chunk has one forward, and one full backward or one I and one W; each at its place in the row: after what it
-   reads from its own rank, and not in one pair with it;
-3. where transfers are written out: every result that another rank reads is sent once, after it was made, and received
-   once, before it is read; nothing else is sent or received;
-4. the messages from one rank to another are received in the order in which they are sent. Processes match them by that
+2. every chunk has one forward, and one full backward or one I and one W;
+3. where transfers are written out: every result that another rank reads is sent once and received once, and nothing
+   else is;
+4. each action stands at its place in the row: after what makes what it reads or sends, or after the receive of it, and
+   not in one pair with that;
+5. the messages from one rank to another are received in the order in which they are sent. Processes match them by that
    order alone: where shapes are equal, two that are swapped give wrong gradients and no error;
-5. no rank waits for ever.
+6. no rank waits for ever.
 
 Waiting, without transfers: a rank stands at an action until what it reads was made, wherever. With transfers: a
 receive stands until its message was sent, and a send stands until its receiver has come to it (`sends_wait`, the
@@ -26,30 +27,17 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.schedule import (
-    RECEIVES,
-    SENDS,
-    TRANSFERS,
-    Action,
-    AnyAction,
-    Kind,
-    Pair,
-    Result,
-    Schedule,
-    carried_by,
-    made_by,
-    receive_of,
-    send_of,
-)
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 
 
 def verify(schedule: Schedule, *, sends_wait: bool = True) -> None:
     """Raise `ConfigError` unless this schedule can be carried out, where each send waits for its receiver or none."""
     _check_places(schedule)
     _check_chunks(schedule)
-    _check_local_order(schedule)
     if schedule.has_transfers:
         _check_transfers(schedule)
+    _check_order(schedule)
+    if schedule.has_transfers:
         for fault in order_faults(schedule):
             raise ConfigError(fault)
     _check_progress(schedule, sends_wait)
@@ -60,27 +48,19 @@ def order_faults(schedule: Schedule) -> Iterator[str]:
     ends are all there."""
     sent: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
-    for rank, index, action in _actions(schedule):
-        if action.kind in SENDS:
+    for rank, index, action in schedule.parts():
+        if action.kind.is_send:
             sent[rank, _peer(schedule, action)].append((index, action))
-        elif action.kind in RECEIVES:
+        elif action.kind.is_receive:
             received[_peer(schedule, action), rank].append((index, action))
     for (source, target), messages in sorted(sent.items()):
         for number, ((from_index, send), (to_index, receive)) in enumerate(zip(messages, received[source, target])):
-            if carried_by(send) != carried_by(receive):
+            if send.carries != receive.carries:
                 yield (
                     f"schedule '{schedule.name}': message {number} from rank {source} to rank {target} is sent as "
                     f"{send} (rank {source}, action {from_index}) and received as {receive} (rank {target}, action "
                     f"{to_index}); with equal shapes the two would be swapped without an error"
                 )
-
-
-def _actions(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
-    """Rank, index in its row, action; pairs as their two parts."""
-    for rank, row in enumerate(schedule.actions):
-        for index, every in enumerate(row):
-            for action in every.parts:
-                yield rank, index, action
 
 
 def _at(schedule: Schedule, rank: int, index: int) -> str:
@@ -126,8 +106,8 @@ def _check_places(schedule: Schedule) -> None:
 def _check_chunks(schedule: Schedule) -> None:
     """Every chunk goes forward once and backward once. Each stage lives on one rank, so that rank does both."""
     seen: dict[tuple[int, int], list[Kind]] = defaultdict(list)
-    for rank, index, action in _actions(schedule):
-        if action.kind in TRANSFERS:
+    for rank, index, action in schedule.parts():
+        if action.kind.is_transfer:
             continue
         kinds = seen[action.stage, action.micro_batch]
         clash = {
@@ -157,33 +137,17 @@ def _check_chunks(schedule: Schedule) -> None:
                 )
 
 
-def _check_local_order(schedule: Schedule) -> None:
-    """An action stands after what it reads from its own rank. A W also stands after its I."""
-    for rank, row in enumerate(schedule.actions):
-        made: set[Result] = set()
-        for index, every in enumerate(row):
-            computing = [action for action in every.parts if action.kind not in TRANSFERS]
-            for action in computing:
-                for need in schedule.needs(action):
-                    if schedule.rank_of_stage[need.stage] == rank and need not in made:
-                        raise ConfigError(
-                            f"{_at(schedule, rank, index)}: {action} reads what {_maker(need, row)} makes, "
-                            "which is not done by then"
-                        )
-            made.update(result for action in computing if (result := made_by(action)) is not None)
-
-
 def _maker(result: Result, row: tuple[AnyAction, ...]) -> Action:
     """The action of a row that makes a result."""
-    return next(action for every in row for action in every.parts if made_by(action) == result)
+    return next(action for every in row for action in every.parts if action.makes == result)
 
 
 def _check_transfers(schedule: Schedule) -> None:
     """Every result that another rank reads has its one send and its one receive, each in its place."""
     wanted = dict.fromkeys(_wanted_transfers(schedule))  # keeps their order, so that the first fault is always the same
-    counts = Counter(action for _, _, action in _actions(schedule) if action.kind in TRANSFERS)
-    for rank, index, action in _actions(schedule):
-        if action.kind in TRANSFERS and action not in wanted:
+    counts = Counter(action for _, _, action in schedule.parts() if action.kind.is_transfer)
+    for rank, index, action in schedule.parts():
+        if action.kind.is_transfer and action not in wanted:
             raise ConfigError(f"{_at(schedule, rank, index)}: no other rank is at its other end")
         if counts[action] > 1:
             raise ConfigError(f"{_at(schedule, rank, index)}: rank {rank} has it {counts[action]} times")
@@ -191,30 +155,40 @@ def _check_transfers(schedule: Schedule) -> None:
         if not counts[transfer]:
             rank = schedule.rank_of_stage[transfer.stage]
             raise ConfigError(f"schedule '{schedule.name}', rank {rank}: {transfer} is missing")
+
+
+def _check_order(schedule: Schedule) -> None:
+    """An action stands after what it reads from its own rank, and after what is received for it. A W also stands after
+    its I."""
     for rank, row in enumerate(schedule.actions):
         there: set[Result] = set()
         """What this rank has made or received."""
         for index, every in enumerate(row):
             for action in every.parts:
-                if action.kind in SENDS and carried_by(action) not in there:
-                    maker = _maker(carried_by(action), row)
+                if action.kind.is_send and action.carries not in there:
+                    maker = _maker(action.carries, row)
                     raise ConfigError(f"{_at(schedule, rank, index)}: stands before {maker}, which makes what it sends")
-                for need in schedule.needs(action) if action.kind not in TRANSFERS else ():
-                    if need not in there:
-                        raise ConfigError(f"{_at(schedule, rank, index)}: {receive_of(need)} stands after it")
+                for need in schedule.needs(action) if not action.kind.is_transfer else ():
+                    if need not in there and schedule.rank_of_stage[need.stage] == rank:
+                        raise ConfigError(
+                            f"{_at(schedule, rank, index)}: {action} reads what {_maker(need, row)} makes, "
+                            "which is not done by then"
+                        )
+                    if need not in there and schedule.has_transfers:
+                        raise ConfigError(f"{_at(schedule, rank, index)}: {need.receive} stands after it")
             for action in every.parts:
-                result = carried_by(action) if action.kind in RECEIVES else made_by(action)
+                result = action.carries if action.kind.is_receive else action.makes
                 if result is not None:
                     there.add(result)
 
 
 def _wanted_transfers(schedule: Schedule) -> Iterator[Action]:
-    for rank, _, action in _actions(schedule):
-        result = made_by(action)
+    for rank, _, action in schedule.parts():
+        result = action.makes
         reader = None if result is None else schedule.reader(result)
         if result is not None and reader is not None and reader != rank:
-            yield send_of(result)
-            yield receive_of(result)
+            yield result.send
+            yield result.receive
 
 
 def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
@@ -227,13 +201,13 @@ def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
     def stands_for(rank: int) -> Result | None:
         """What a rank stands for at its action: what it reads or receives, or its own message not yet wanted."""
         for action in schedule.actions[rank][at[rank]].parts:
-            if action.kind in RECEIVES:
-                if (result := carried_by(action)) not in there:
+            if action.kind.is_receive:
+                if (result := action.carries) not in there:
                     return result
-            elif action.kind in SENDS:
-                result = carried_by(action)
+            elif action.kind.is_send:
+                result = action.carries
                 peer = _peer(schedule, action)  # it has the receive, and cannot have gone past it
-                if sends_wait and schedule.actions[peer][at[peer]] != receive_of(result):
+                if sends_wait and schedule.actions[peer][at[peer]] != result.receive:
                     return result
             elif not with_transfers:
                 for need in schedule.needs(action):
@@ -248,9 +222,9 @@ def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
         row, before = schedule.actions[rank], at[rank]
         while at[rank] < len(row) and stands_for(rank) is None:
             for action in row[at[rank]].parts:
-                if action.kind in SENDS:
-                    there.add(carried_by(action))
-                elif not with_transfers and (result := made_by(action)) is not None:
+                if action.kind.is_send:
+                    there.add(action.carries)
+                elif not with_transfers and (result := action.makes) is not None:
                     there.add(result)
             at[rank] += 1
         if at[rank] < len(row):
@@ -267,11 +241,11 @@ def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
         assert result is not None
         every = schedule.actions[rank][at[rank]]
         first = every.parts[0]
-        if first.kind in SENDS:
-            other, awaited = _peer(schedule, first), receive_of(result)
+        if first.kind.is_send:
+            other, awaited = _peer(schedule, first), result.receive
         else:
             other = schedule.rank_of_stage[result.stage]
-            awaited = send_of(result) if first.kind in RECEIVES else _maker(result, schedule.actions[other])
+            awaited = result.send if first.kind.is_receive else _maker(result, schedule.actions[other])
         sentences[rank] = f"rank {rank} at action {at[rank]} ({every}) waits for {awaited} of rank {other}"
         rank = other
     circle = list(sentences)[list(sentences).index(rank) :]

@@ -127,6 +127,15 @@ _CHUNK: ContextVar[_PutOff | None] = ContextVar("lowtide_pipeline_chunk", defaul
 """Set while a forward or an I of a chunk runs: models call `linear` as a plain function, and have no object to ask."""
 
 
+@contextlib.contextmanager
+def _within(chunk: _PutOff) -> Iterator[None]:
+    token = _CHUNK.set(chunk)
+    try:
+        yield
+    finally:
+        _CHUNK.reset(token)
+
+
 class WeightGradients:
     """The weight gradients that one rank has put off."""
 
@@ -166,25 +175,15 @@ class WeightGradients:
         while self._linears:
             self._linears.pop().undo()
 
-    @contextlib.contextmanager
-    def forward(self, chunk: Chunk) -> Iterator[None]:
+    def forward(self, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
         """Around the forward of a chunk whose backward is split."""
-        token = _CHUNK.set(self._chunks[chunk])
-        try:
-            yield
-        finally:
-            _CHUNK.reset(token)
+        return _within(self._chunks[chunk])
 
-    @contextlib.contextmanager
-    def watched(self, watch: Any) -> Iterator[None]:
+    def watched(self, watch: Any) -> contextlib.AbstractContextManager[None]:
         """Around a whole step of a stage, whose backward is a plain one."""
         chunk = _PutOff()
         chunk.watch = watch
-        token = _CHUNK.set(chunk)
-        try:
-            yield
-        finally:
-            _CHUNK.reset(token)
+        return _within(chunk)
 
     @contextlib.contextmanager
     def put_off(self, chunk: Chunk) -> Iterator[None]:

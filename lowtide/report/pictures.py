@@ -244,17 +244,11 @@ def _draw_budget(panel: Any, budget_bytes: int | None, most: float, scale: int) 
     if budget_bytes is None:
         return most
     budget = budget_bytes / scale
+    line: Any = {"color": _BUDGET, "linewidth": 1.2, "linestyle": "--"}
     if budget <= _FAR * most:
-        panel.axhline(budget, color=_BUDGET, linewidth=1.2, linestyle="--", label="budget")
+        panel.axhline(budget, **line, label="budget")
         return max(most, budget)
-    panel.plot(
-        [],
-        [],
-        color=_BUDGET,
-        linewidth=1.2,
-        linestyle="--",
-        label=f"budget {format_bytes(budget_bytes)},\nabove the picture",
-    )
+    panel.plot([], [], **line, label=f"budget {format_bytes(budget_bytes)},\nabove the picture")
     return most
 
 

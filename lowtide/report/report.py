@@ -24,7 +24,7 @@ from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tile:
     """One large figure."""
 
@@ -51,7 +51,6 @@ class Measured:
     """Whether temporaries are missing from `peak_bytes`; such a peak cannot be compared with the predicted one."""
     step_seconds: float | None = None
     """Forward and backward of one micro-batch."""
-    stall_seconds: float | None = None
 
 
 NOTHING = Measured()
@@ -77,13 +76,24 @@ class Report:
     title: str
     subtitle: str
     tiles: tuple[Tile, ...] = ()
-    remarks: tuple[str, ...] = ()
     plan: Plan | None = None
     played: Played | None = None
     sweep: tuple[SweptBudget, ...] = ()
-    tables: tuple[Table, ...] = ()
+    more_tables: tuple[Table, ...] = ()
+    """Beside what the plan has."""
     history: tuple[StepRow, ...] = ()
     measured: Measured = NOTHING
+
+    @property
+    def remarks(self) -> list[str]:
+        """How sure the plan is, and what else a reader should know first."""
+        return [] if self.plan is None or self.plan.predicted is None else remarks_of(self.plan)
+
+    @property
+    def tables(self) -> list[Table]:
+        """All of them."""
+        account = [account_table(self.plan)] if self.plan is not None and self.plan.account else []
+        return [*account, *self.more_tables]
 
 
 def report_of_plan(
@@ -94,7 +104,7 @@ def report_of_plan(
     link: Link,
     has_gradients: bool = False,
     sweep: Sequence[SweptBudget] = (),
-    measured: Measured | None = None,
+    measured: Measured = NOTHING,
     title: str | None = None,
     tables: Sequence[Table] = (),
     costs: HostCosts = NO_COSTS,
@@ -104,18 +114,15 @@ def report_of_plan(
     `tables`: further ones. `title`: absent, that of a plan that has not run. `costs`: with which the plan was made.
     """
     assert plan.predicted is not None, "only a solved plan predicts"
-    measured = measured or NOTHING
-    tables = [*([account_table(plan)] if plan.account else []), *tables]
     how = "traced without a device, nothing has run" if profile.is_fake else f"observed on {profile.device}"
     return Report(
         title=title or f"{profile.model}: a plan within {format_bytes(plan.budget_bytes or 0)}",
         subtitle=f"One step of {profile.batch}; {how}.",
         tiles=tuple(tiles_of(plan, measured)),
-        remarks=tuple(remarks_of(plan)),
         plan=plan,
         played=play(plan, profile, config, link=link, has_gradients=has_gradients, costs=costs),
         sweep=tuple(sweep),
-        tables=tuple(tables),
+        more_tables=tuple(tables),
         measured=measured,
     )
 
@@ -162,42 +169,29 @@ def tiles_of(plan: Plan, measured: Measured) -> Iterator[Tile]:
     predicted = plan.predicted
     assert predicted is not None
     more = predicted.step_seconds / predicted.plain_seconds - 1 if predicted.plain_seconds else 0.0
-    yield Tile(
-        what="peak, predicted",
-        value=format_bytes(predicted.peak_bytes),
-        beside="no budget" if plan.budget_bytes is None else f"of {format_bytes(plan.budget_bytes)}",
-    )
+    budget = "no budget" if plan.budget_bytes is None else f"of {format_bytes(plan.budget_bytes)}"
+    yield Tile("peak, predicted", format_bytes(predicted.peak_bytes), budget)
     if measured.peak_bytes is not None:
         off = measured.peak_bytes / predicted.peak_bytes - 1 if predicted.peak_bytes else 0.0
         beside = "temporaries not counted" if measured.is_without_temporaries else f"{100 * off:+.1f} % off"
-        yield Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=beside)
-    yield Tile(
-        what="everything kept",
-        value=format_bytes(predicted.plain_peak_bytes),
-        beside="" if predicted.floor_bytes is None else f"floor {format_bytes(predicted.floor_bytes)}",
-    )
+        yield Tile("peak, measured", format_bytes(measured.peak_bytes), beside)
+    floor = "" if predicted.floor_bytes is None else f"floor {format_bytes(predicted.floor_bytes)}"
+    yield Tile("everything kept", format_bytes(predicted.plain_peak_bytes), floor)
     saved_bytes = predicted.plain_peak_bytes - predicted.peak_bytes
     yield saved_tile("the plan", saved_bytes, predicted.plain_peak_bytes, "everything kept")
-    yield Tile(
-        what="step, predicted",
-        value=format_seconds(predicted.step_seconds),
-        beside=f"{100 * more:+.1f} % to everything kept",
-    )
+    yield Tile("step, predicted", format_seconds(predicted.step_seconds), f"{100 * more:+.1f} % to everything kept")
     if measured.step_seconds is not None:
         off = measured.step_seconds / predicted.step_seconds - 1 if predicted.step_seconds else 0.0
-        yield Tile(what="step, measured", value=format_seconds(measured.step_seconds), beside=f"{100 * off:+.1f} % off")
-    yield Tile(
-        what="waits and recompute",
-        value=format_seconds(predicted.stall_seconds + predicted.recompute_seconds),
-        beside=f"{format_seconds(predicted.stall_seconds)} waits",
-    )
+        yield Tile("step, measured", format_seconds(measured.step_seconds), f"{100 * off:+.1f} % off")
+    waits = format_seconds(predicted.stall_seconds + predicted.recompute_seconds)
+    yield Tile("waits and recompute", waits, f"{format_seconds(predicted.stall_seconds)} waits")
 
 
 def saved_tile(who: str, saved_bytes: int, whole_bytes: int, of_what: str) -> Tile:
     """What was won, and which share of the whole that is."""
     saved_bytes = max(saved_bytes, 0)
     share = saved_bytes / whole_bytes if whole_bytes else 0.0
-    return Tile(what=f"saved by {who}", value=format_bytes(saved_bytes), beside=f"{100 * share:.0f} % of {of_what}")
+    return Tile(f"saved by {who}", format_bytes(saved_bytes), f"{100 * share:.0f} % of {of_what}")
 
 
 def saved_tile_of_forwards(who: str, *, saved_bytes: int, held_bytes: int, num_forwards: int) -> Tile:
@@ -212,7 +206,6 @@ def saved_tile_of_forwards(who: str, *, saved_bytes: int, held_bytes: int, num_f
 
 
 def remarks_of(plan: Plan) -> list[str]:
-    """How sure the plan is, and what else a reader should know first."""
     predicted = plan.predicted
     assert predicted is not None
     remarks = [

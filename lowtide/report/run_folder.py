@@ -25,8 +25,6 @@ from lowtide.report.report import (
     StepRow,
     Table,
     Tile,
-    account_table,
-    remarks_of,
     report_of_plan,
     saved_tile_of_forwards,
     tiles_of,
@@ -59,7 +57,6 @@ def report_of_handle(handle: Tide | Tides) -> Report:
             measured=Measured(
                 peak_bytes=max(stats.peak_device_bytes, audited_bytes),
                 is_without_temporaries=not audited_bytes and handle.engine.device_peak_bytes() is None,
-                stall_seconds=stats.stall_seconds,
             ),
             title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
             tables=(_figures(stats), *history_of(handle)),
@@ -69,23 +66,23 @@ def report_of_handle(handle: Tide | Tides) -> Report:
 
 def _of_rules(name: str, plan: Plan, stats: Stats, peak_bytes: int) -> Report:
     tiles = (
-        Tile(what="peak, measured", value=format_bytes(peak_bytes)),
+        Tile("peak, measured", format_bytes(peak_bytes)),
         saved_tile_of_forwards(
             "the rules",
             saved_bytes=stats.saved_bytes,
             held_bytes=stats.kept_bytes + stats.aliased_bytes,
             num_forwards=stats.num_forwards,
         ),
-        Tile(what="swapped", value=format_bytes(stats.swapped_bytes), beside="in all forward passes"),
-        Tile(what="recomputed", value=format_bytes(stats.recomputed_bytes), beside="in all forward passes"),
-        Tile(what="waits for copies", value=format_seconds(stats.stall_seconds)),
+        Tile("swapped", format_bytes(stats.swapped_bytes), "in all forward passes"),
+        Tile("recomputed", format_bytes(stats.recomputed_bytes), "in all forward passes"),
+        Tile("waits for copies", format_seconds(stats.stall_seconds)),
     )
     return Report(
         title=f"{name}: a run by rules",
         subtitle=f"{stats.num_forwards} forward passes. Rules predict nothing, so there is no clock to compare with.",
         tiles=tiles,
         plan=plan,
-        tables=(_figures(stats),),
+        more_tables=(_figures(stats),),
     )
 
 
@@ -155,23 +152,16 @@ def report_of_folder(folder: Path) -> Report:
         is_without_temporaries=any(row.get("device") == "cpu" for row in rows[-1:]),
         step_seconds=recorded.get("measured_seconds"),
     )
+    within = f" within {format_bytes(plan.budget_bytes)}" if plan is not None and plan.budget_bytes else ""
     return Report(
-        title=f"{folder.name or folder.resolve().name}: {_what(plan)}",
+        title=f"{folder.name or folder.resolve().name}: a run{within}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
         tiles=tuple(_tiles(plan, history, measured, _moved(rows[-1] if rows else {}))),
-        remarks=tuple(remarks_of(plan)) if plan is not None else (),
         plan=plan,
         played=played,
-        tables=(account_table(plan),) if plan is not None and plan.account else (),
         history=history,
         measured=measured,
     )
-
-
-def _what(plan: Plan | None) -> str:
-    if plan is not None and plan.budget_bytes:
-        return f"a run within {format_bytes(plan.budget_bytes)}"
-    return "a run"
 
 
 def _tiles(
@@ -181,21 +171,17 @@ def _tiles(
     moved: Tile | None,
 ) -> Iterator[Tile]:
     last = history[-1] if history else None
-    yield Tile(
-        what="steps done",
-        value=str(last.step if last else 0),
-        beside=f"loss {last.loss:.4f}" if last else "no loss yet",
-    )
+    yield Tile("steps done", str(last.step if last else 0), f"loss {last.loss:.4f}" if last else "no loss yet")
     if plan is not None:
         yield from tiles_of(plan, measured)
     elif last is not None:
         if measured.peak_bytes is not None:
             lacks = "temporaries not counted" if measured.is_without_temporaries else ""
-            yield Tile(what="peak, measured", value=format_bytes(measured.peak_bytes), beside=lacks)
+            yield Tile("peak, measured", format_bytes(measured.peak_bytes), lacks)
         if moved is not None:
             yield moved
         seconds = sorted(row.seconds for row in history)[len(history) // 2]
-        yield Tile(what="step, median", value=format_seconds(seconds))
+        yield Tile("step, median", format_seconds(seconds))
 
 
 def _moved(row: dict[str, Any]) -> Tile | None:

@@ -41,13 +41,7 @@ from lowtide.core.plan import plan_table
 from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
 from lowtide.errors import ConfigError, wrong_argument
-from lowtide.report.pictures import (
-    history_picture,
-    lane_picture,
-    memory_picture,
-    on_dark,
-    sweep_picture,
-)
+from lowtide.report.pictures import history_picture, lane_picture, memory_picture, on_dark, sweep_picture
 from lowtide.report.played_step import OWNERS, Block, Played
 from lowtide.report.report import Report, document
 from lowtide.units import format_bytes
@@ -170,11 +164,14 @@ def page(report: Report) -> str:
     picture = history_picture(report.history, report.plan)
     parts += _section("The run", "Measured, of the first rank: every step that was done.", picture)
     if report.played is not None:
+        measured = " The measured line is one figure, the highest peak of all steps."
+        if report.measured.peak_bytes is None:
+            measured = " Nothing here is measured: this plan has not run."
         parts += _section(
             "Memory over one step",
             "Predicted, stacked by owner. The dotted line is the same step with everything kept, on its own clock."
             + _second_runs(report)
-            + _measured_line(report),
+            + measured,
             memory_picture(report.played, report.measured),
         )
         parts += _section(
@@ -215,13 +212,6 @@ def _second_runs(report: Report) -> str:
     if layers.isdisjoint(event.name for event in report.played.events):
         return ""
     return " What a layer makes while it runs again counts as temporaries."
-
-
-def _measured_line(report: Report) -> str:
-    """Which line of the memory picture is measured."""
-    if report.measured.peak_bytes is None:
-        return " Nothing here is measured: this plan has not run."
-    return " The measured line is one figure, the highest peak of all steps."
 
 
 def _tiles(report: Report) -> str:

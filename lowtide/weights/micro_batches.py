@@ -176,14 +176,13 @@ def run_backward(
 ) -> None:
     """Backward of all micro-batches, from the last layer to the first. `before` is called ahead of each piece with its
     micro-batch, `after` with a layer's name when its backward is over for all."""
-    check_after = _surroundings(model) if len(batches) > 1 else None
+    check_after = _surroundings(model) if len(batches) > 1 else lambda piece: None
     for batch in batches:
         before(batch)
         assert batch.loss is not None
         batch.loss.backward()
         batch.loss = None
-        if check_after is not None:
-            check_after("what follows the layers")
+        check_after("what follows the layers")
     while batches[0].runs:
         name = batches[0].runs[-1].name
         for batch in batches:
@@ -191,8 +190,7 @@ def run_backward(
             run = batch.runs.pop()
             _send(run.made)
             _send(run.given)
-            if check_after is not None:
-                check_after(f"'{name}'")
+            check_after(f"'{name}'")
         after(name)
 
 

@@ -126,47 +126,106 @@ def _shows(tensor: torch.Tensor | None, storage: torch.UntypedStorage | None) ->
     return tensor is not None and storage is not None and storage_key(tensor.untyped_storage()) == storage_key(storage)
 
 
-class WeightMoves:
-    """See the module's text. All methods may be called from any thread."""
+@dataclass(slots=True, kw_only=True)
+class WeightStats:
+    """What a handle has done so far. Bytes are of this rank."""
 
-    def __init__(self, engine: Engine, device: torch.device, tiers: Sequence[str]) -> None:
-        self.engine = engine
-        self.device = device
-        self.window_bytes = 0
-        """Most bytes of items on the device at a time, as far as one use does not need more by itself."""
-        self.here_bytes = 0
-        self.peak_bytes = 0
-        self.fetched_bytes = 0
-        self.sent_bytes = 0
-        self.stall_seconds = 0.0
-        self.items: dict[int, Movable] = {}
-        """By the storage that has the bytes now, or that stands for them while they are away."""
-        self.hosts: dict[Movable, torch.Tensor] = {}
-        """The bytes in each slot as a tensor of main memory. Right while no copy is under way."""
+    swapped_bytes: int = 0
+    """Weights that are elsewhere between their layers' turns."""
+    resident_bytes: int = 0
+    """Weights that stay on the device."""
+    window_bytes: int = 0
+    """Most bytes of weights and gradients that may be on the device at a time, as far as one use does not need more by
+    itself."""
+    peak_bytes: int = 0
+    """Most bytes of them that were."""
+    fetched_bytes: int = 0
+    sent_bytes: int = 0
+    stall_seconds: float = 0.0
+    """Time that the calling thread waited for copies of weights and gradients."""
+
+
+class UseOrder:
+    """Which uses there were and what came after each, and what none of them sends away."""
+
+    def __init__(self) -> None:
+        self.last: Use | None = None
+        """The name of the use that began last."""
         self.staying: frozenset[Movable] = frozenset()
         """What does not leave for others."""
         self.open: list[tuple[Movable, ...]] = []
         """What must stay: of the uses that have begun and not ended."""
         self.expected: tuple[Movable, ...] = ()
         """Gradients that compute is about to make: room is left for them."""
+        self.gathers = False
+        """Several micro-batches share the stay of a layer: gradients stay until the last one has added to them."""
+        self.updates: set[Use] = set()
+        """Uses that no other kind of use fetches ahead: what runs before them (clipping, code of the user between
+        backward and step) may write to what is away, and through `.data` without a version."""
+        self._uses: dict[Use, tuple[Movable, ...]] = {}
+        self._next: dict[Use, Use] = {}
+        self._distance: dict[Movable, int] = {}
+        """How many uses away the next use of an item is, by what came after each use the last time."""
+
+    def begin(self, key: Use, needed: tuple[Movable, ...], expected: tuple[Movable, ...]) -> None:
+        """A use begins."""
+        self.expected = expected
+        if key != self.last:
+            if self.last is not None:
+                self._next[self.last] = key
+            self.last = key
+        self._uses[key] = needed
+        self._distance = dict.fromkeys(needed, 0)
+        for distance, coming in enumerate(self._coming(key), 1):
+            for item in self._uses[coming]:
+                self._distance.setdefault(item, distance)
+
+    def _coming(self, key: Use) -> Iterator[Use]:
+        """The uses after this one."""
+        seen = {key}
+        following = self._next.get(key)
+        while following is not None and following not in seen:
+            seen.add(following)
+            yield following
+            following = self._next.get(following)
+
+    def ahead(self, key: Use) -> Iterator[tuple[Movable, ...]]:
+        """What the uses after this one need, as far as it may be fetched now. Before others the loop's own code runs.
+        What it writes through `.data` no version counts, and it would write to the slot of what is on its way."""
+        for coming in self._coming(key):
+            is_after_code = (key[0] == FORWARD) != (coming[0] == FORWARD)
+            if is_after_code or (coming in self.updates and key not in self.updates):
+                return
+            yield self._uses[coming]
+
+    def distance(self, item: Movable) -> int:
+        return self._distance.get(item, _NEVER)
+
+    def stay_with(self, needed: set[Movable]) -> set[Movable]:
+        """These, and all else that must not leave."""
+        return needed.union(self.staying, *self.open)
+
+
+class WeightMoves:
+    """See the module's text. All methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, device: torch.device, tiers: Sequence[str]) -> None:
+        self.engine = engine
+        self.device = device
+        self.stats = WeightStats()
+        self.order = UseOrder()
+        self.here_bytes = 0
+        self.items: dict[int, Movable] = {}
+        """By the storage that has the bytes now, or that stands for them while they are away."""
+        self.hosts: dict[Movable, torch.Tensor] = {}
+        """The bytes in each slot as a tensor of main memory. Right while no copy is under way."""
         self.lock = threading.RLock()
         self._tiers = tiers
         self._here: dict[Movable, None] = {}
         """What takes memory of the device, longest unused first."""
         self._leaving: deque[Movable] = deque()
-        self._uses: dict[Use, tuple[Movable, ...]] = {}
-        self._updates: set[Use] = set()
-        """Uses that no other kind of use fetches ahead: what runs before them (clipping, code of the user between
-        backward and step) may write to what is away, and through `.data` without a version."""
-        self._next: dict[Use, Use] = {}
-        self.gathers = False
-        """Several micro-batches share the stay of a layer: gradients stay until the last one has added to them."""
         self._pass = -1
         """The backward pass that was seen last."""
-        self.last: Use | None = None
-        """The name of the use that began last."""
-        self._distance: dict[Movable, int] = {}
-        """How many uses away the next use of an item is."""
         self.assigned: set[Movable] = set()
         """Gradients that somebody had put there before the last addition to them."""
         self._left: list[tuple[Slot, torch.Tensor]] = []
@@ -274,14 +333,14 @@ class WeightMoves:
         self.items[storage_key(item.buffer)] = item
         self._here[item] = None
         self.here_bytes += item.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.here_bytes)
+        self.stats.peak_bytes = max(self.stats.peak_bytes, self.here_bytes)
 
     def _forget(self, item: Movable) -> None:
         """The item's buffer is not looked at any more."""
         if item.buffer is None:
             return
         if item.event is not None:
-            self.stall_seconds += self.engine.wait(Lane.COMPUTE, item.event)
+            self.stats.stall_seconds += self.engine.wait(Lane.COMPUTE, item.event)
         self.items.pop(storage_key(item.buffer), None)
         if item in self._here:
             del self._here[item]
@@ -296,13 +355,13 @@ class WeightMoves:
         """`use`, and these items stay until its end. `is_update`: of an optimizer."""
         needed = tuple(items)
         if is_update:
-            self._updates.add(key)
-        self.open.append(needed)
+            self.order.updates.add(key)
+        self.order.open.append(needed)
         try:
             self.use(key, needed)
             yield
         finally:
-            self.open.remove(needed)
+            self.order.open.remove(needed)
 
     def bring(self, items: Iterable[Movable]) -> None:
         """Have these items on the device, out of turn."""
@@ -319,7 +378,7 @@ class WeightMoves:
     def arrive_at_the_end(self) -> None:
         """`arrive` when the backward pass that runs now is over."""
         running = current_graph_task_id()
-        if self.gathers:
+        if self.order.gathers:
             return  # the next pass is of the same step, and no code of the loop runs before it
         if running not in (-1, self._pass):
             self._pass = running
@@ -328,38 +387,17 @@ class WeightMoves:
     @property
     def _taken_bytes(self) -> int:
         """What is on the device, and what is about to be made there."""
-        return self.here_bytes + sum(item.nbytes for item in self.expected if item.buffer is None)
+        return self.here_bytes + sum(item.nbytes for item in self.order.expected if item.buffer is None)
 
     def use(self, key: Use, items: Iterable[Movable], expected: tuple[Movable, ...] = ()) -> None:
         """Have these items on the device: a use of the name `key` begins. The next ones are fetched ahead. `expected`:
         gradients that it will make."""
         with self.lock, quiet():
-            self.expected = expected
-            if key != self.last:
-                if self.last is not None:
-                    self._next[self.last] = key
-                self.last = key
-            self._uses[key] = needed = tuple(items)
-            self._look_ahead(key)
+            needed = tuple(items)
+            self.order.begin(key, needed, expected)
             self.retire(False)
             self._bring(needed)
             self._fetch_ahead(key, set(needed))
-
-    def _look_ahead(self, key: Use) -> None:
-        """How far away each item's next use is, by what came after each use the last time."""
-        self._distance = dict.fromkeys(self._uses[key], 0)
-        for distance, coming in enumerate(self._coming(key), 1):
-            for item in self._uses[coming]:
-                self._distance.setdefault(item, distance)
-
-    def _coming(self, key: Use) -> Iterator[Use]:
-        """The uses after this one."""
-        seen = {key}
-        following = self._next.get(key)
-        while following is not None and following not in seen:
-            seen.add(following)
-            yield following
-            following = self._next.get(following)
 
     def _bring(self, needed: tuple[Movable, ...]) -> None:
         for item in needed:
@@ -390,16 +428,10 @@ class WeightMoves:
             )
 
     def _fetch_ahead(self, key: Use, needed: set[Movable]) -> None:
-        for number, coming in enumerate(self._coming(key), 1):
-            if coming in self._updates and key not in self._updates:
-                return
-            if (key[0] == FORWARD) != (coming[0] == FORWARD):
-                # The loop's own code runs before that. What it writes through `.data` no version counts, and it would
-                # write to the slot of what is on its way.
-                return
-            missing = [item for item in self._uses[coming] if item.buffer is None and self.is_free(item)]
+        for number, items in enumerate(self.order.ahead(key), 1):
+            missing = [item for item in items if item.buffer is None and self.is_free(item)]
             wanted = sum(item.nbytes for item in missing)
-            needed |= set(self._uses[coming])
+            needed |= set(items)
             if number > _MOST_AHEAD or not self._has_room(wanted, needed, number):
                 return
             try:
@@ -410,32 +442,32 @@ class WeightMoves:
 
     def _has_room(self, nbytes: int, needed: set[Movable], distance: int) -> bool:
         """Whether so many bytes find room, without waiting, where what is used later than at `distance` may go."""
-        if self._taken_bytes + nbytes <= self.window_bytes:
+        if self._taken_bytes + nbytes <= self.stats.window_bytes:
             return True
-        needed = needed.union(self.staying, *self.open)
-        later = [i for i in self._here if i not in needed and self._distance.get(i, _NEVER) > distance]
+        needed = self.order.stay_with(needed)
+        later = [item for item in self._here if item not in needed and self.order.distance(item) > distance]
         clean = [item for item in later if item.is_here and item.leaving is None and item.is_clean]
-        if self._taken_bytes + nbytes - sum(item.nbytes for item in clean) > self.window_bytes:
+        if self._taken_bytes + nbytes - sum(item.nbytes for item in clean) > self.stats.window_bytes:
             return False
         self._make_room(nbytes, needed, clean)
-        return self._taken_bytes + nbytes <= self.window_bytes
+        return self._taken_bytes + nbytes <= self.stats.window_bytes
 
     def _make_room(self, nbytes: int, needed: set[Movable], among: list[Movable] | None = None) -> None:
         """Send away what is used last until there is room for so many bytes."""
-        if self._taken_bytes + nbytes <= self.window_bytes:
+        if self._taken_bytes + nbytes <= self.stats.window_bytes:
             return
-        needed = needed.union(self.staying, *self.open)
+        needed = self.order.stay_with(needed)
         candidates = [item for item in self._here if item not in needed] if among is None else among
-        candidates.sort(key=lambda item: -self._distance.get(item, _NEVER))
+        candidates.sort(key=lambda item: -self.order.distance(item))
         leaving: list[Movable] = []
         for item in candidates:
-            if self._taken_bytes + nbytes - sum(i.nbytes for i in leaving) <= self.window_bytes:
+            if self._taken_bytes + nbytes - sum(i.nbytes for i in leaving) <= self.stats.window_bytes:
                 break
             self._arrive(item)
             self.leave(item)
             if item.buffer is not None:
                 leaving.append(item)
-        if self._taken_bytes + nbytes > self.window_bytes:
+        if self._taken_bytes + nbytes > self.stats.window_bytes:
             self.retire(True)
 
     # -- in ------------------------------------------------------------------------------------------------------------
@@ -451,14 +483,14 @@ class WeightMoves:
         engine.copy_in(item.slot, buffer)
         item.event = engine.record(Lane.IN)
         self._count(item)
-        self.fetched_bytes += item.nbytes
+        self.stats.fetched_bytes += item.nbytes
 
     def _arrive(self, item: Movable) -> None:
         """Have the tensor show its buffer, for what compute does from now on. Raises what went wrong in the copy."""
         if item.event is None:
             return
         assert item.buffer is not None
-        self.stall_seconds += self.engine.wait(Lane.COMPUTE, item.event)
+        self.stats.stall_seconds += self.engine.wait(Lane.COMPUTE, item.event)
         error = self.engine.failure(item.event)
         tensor = item.tensor
         if error is not None or not item.is_away or tensor is None:
@@ -532,7 +564,7 @@ class WeightMoves:
             item.total = _sum_of(item.buffer)
             item.leaving = engine.record(Lane.OUT), version
             self._leaving.append(item)
-            self.sent_bytes += item.nbytes
+            self.stats.sent_bytes += item.nbytes
             return True
 
     def retire(self, is_blocking: bool) -> None:
@@ -552,7 +584,7 @@ class WeightMoves:
         if item.leaving is None:
             return
         event, version = item.leaving
-        self.stall_seconds += self.engine.wait(Lane.COMPUTE, event)
+        self.stats.stall_seconds += self.engine.wait(Lane.COMPUTE, event)
         while not self.engine.query(event):
             time.sleep(_POLL_SECONDS)
         error = self.engine.failure(event)
@@ -579,7 +611,7 @@ class WeightMoves:
     def hide_all(self) -> None:
         """Send everything away that does not stay, and wait until main memory and files have it."""
         with self.lock, quiet():
-            for item in [each for each in self._here if each not in self.staying]:
+            for item in [each for each in self._here if each not in self.order.staying]:
                 self._arrive(item)
                 self.leave(item)
                 if item.leaving is None and not item.is_here:  # gone, or not ours any more

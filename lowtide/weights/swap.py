@@ -24,6 +24,7 @@ others. On an accelerator a weight that is read outside of its layer's turn is N
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 import weakref
@@ -67,7 +68,7 @@ from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
 from lowtide.weights.micro_batches import MicroBatch, check_unwritten, run_backward
 from lowtide.weights.micro_batches import check as check_pieces
-from lowtide.weights.moves import FORWARD, Movable, WeightMoves, quiet
+from lowtide.weights.moves import FORWARD, Movable, WeightMoves, WeightStats, quiet
 
 UPDATES = ("step", "in_backward")
 _CALL = "lowtide.swap_weights"
@@ -77,24 +78,6 @@ _BUCKETS = 4
 """Three buckets of state on the device, and temporaries of the update of one."""
 _HOST_BYTES = HEAP_SLACK_BYTES + IDLE_BUFFER_BYTES + 2 * CHUNK_BYTES
 """Resident memory of the host engine beside what it holds; of a small budget a quarter is set aside for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightStats:
-    """What a handle has done so far. Bytes are of this rank."""
-
-    swapped_bytes: int
-    """Weights that are elsewhere between their layers' turns."""
-    resident_bytes: int
-    """Weights that stay on the device."""
-    window_bytes: int
-    """Most bytes of weights and gradients that may be on the device at a time."""
-    peak_bytes: int
-    """Most bytes of them that were."""
-    fetched_bytes: int
-    sent_bytes: int
-    stall_seconds: float
-    """Time that the calling thread waited for copies of weights and gradients."""
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +100,7 @@ class _Unit:
         if any(item.slot is None for item in self.items):
             return  # of a graph that is older than `remove()`
         moves.arrive_at_the_end()
-        if moves.last != key:
+        if moves.order.last != key:
             away = [item for item in self.gradients if item.is_away]
             new = tuple(item for item in self.gradients if item.tensor is None)
             moves.use(key, [*self.items, *away], new)
@@ -198,7 +181,7 @@ def swap_weights(
             incoming.promise()
         chosen = engine_for(engine, torch.optim.SGD(parameters[:1], lr=0.0), tier)
         moves = WeightMoves(chosen, place, tiers_from(chosen, tier))
-        moves.window_bytes = window_bytes
+        moves.stats.window_bytes = window_bytes
         swap = WeightSwap(model, movable, moves, closes_engine=chosen is not engine)
         swap.attach(found, update, bucket_bytes or found_bytes, incoming)
     except BaseException:
@@ -229,15 +212,6 @@ def _check(model: Any, optimizer: Any, update: str) -> None:
         raise ConfigError(f"{_CALL}: model= takes a torch.nn.Module, not {type(model).__name__}")
     if update not in UPDATES:
         raise ConfigError(f"{_CALL}: update '{update}' is none of {', '.join(UPDATES)}")
-    _check_model(model)
-    trained = any(parameter.requires_grad for parameter in model.parameters())
-    if optimizer is None and trained:
-        raise ConfigError(f"{_CALL}: optimizer= is missing, and {type(model).__name__} has weights that are trained")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{_CALL}: optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-
-
-def _check_model(model: nn.Module) -> None:
     if fsdp_modules(model) or any(is_distributed(parameter) for parameter in model.parameters()):
         raise ConfigError(
             f"{_CALL}: {type(model).__name__} is sharded by FSDP2 (fully_shard), which moves weights itself; swap the "
@@ -259,6 +233,11 @@ def _check_model(model: nn.Module) -> None:
     compiled = next(iter(compiled_parts(model)), None)
     if compiled is not None:
         raise ConfigError(f"{_CALL}: '{compiled}' is compiled, and compiled code holds its weights; do not compile it")
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if optimizer is None and trained:
+        raise ConfigError(f"{_CALL}: optimizer= is missing, and {type(model).__name__} has weights that are trained")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{_CALL}: optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
 def _check_place(model: nn.Module) -> None:
@@ -442,7 +421,7 @@ class WeightSwap:
         they were. Idempotent. Where memory runs out the swap stays in force, and a later call goes on from there."""
         moves = self._moves
         with moves.lock:
-            moves.staying = frozenset()
+            moves.order.staying = frozenset()
             moves.hide_all()
             if self.optimizer_swap is not None:
                 self.optimizer_swap.detach()
@@ -487,10 +466,10 @@ class WeightSwap:
         moves, moving = self._moves, {item for unit in self._units if unit.name in names for item in unit.items}
         staying = frozenset(self.weights.values()) - moving
         if self._is_limited:
-            staying &= moves.staying
+            staying &= moves.order.staying
         moves.hide_all()
-        moves.staying = staying
-        moves.window_bytes = window_bytes + sum(item.nbytes for item in staying)
+        moves.order.staying = staying
+        moves.stats.window_bytes = window_bytes + sum(item.nbytes for item in staying)
         self._is_limited = True
         moves.bring(staying)
 
@@ -561,18 +540,22 @@ class WeightSwap:
         all gradients as they were.
         """
         batches: list[MicroBatch] = []
+
+        def hold_updates(holds: bool) -> None:
+            """Whether gradients wait for those of more micro-batches before they update anything."""
+            if self.optimizer_swap is not None:
+                self.optimizer_swap.hold_updates(holds)
+
         try:
             self._forwards(losses, batches)
             results = [batch.loss.detach() for batch in batches if batch.loss is not None]
             check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
-            self._moves.gathers = True
-            run_backward(
-                batches, self.model, before=lambda batch: self._hold_updates(not batch.is_last), after=self._is_over
-            )
+            self._moves.order.gathers = True
+            run_backward(batches, self.model, before=lambda batch: hold_updates(not batch.is_last), after=self._is_over)
         finally:
             self._micro_batch = None
-            self._moves.gathers = False
-            self._hold_updates(False)
+            self._moves.order.gathers = False
+            hold_updates(False)
             for batch in batches:
                 batch.let_go()
             self._moves.arrive()
@@ -603,19 +586,14 @@ class WeightSwap:
         self._micro_batch = None
         check_unwritten(sums, self._moves.sums(sums))
 
-    def _hold_updates(self, holds: bool) -> None:
-        """Whether gradients wait for those of more micro-batches before they update anything."""
-        if self.optimizer_swap is not None:
-            self.optimizer_swap.hold_updates(holds)
-
     def _is_over(self, name: str) -> None:
         """The backward of a part is over for all micro-batches: its gradients may leave."""
-        self._moves.gathers = False
+        self._moves.order.gathers = False
         for unit in self._units:
             for item in unit.gradients if unit.name == name else ():
                 if item.tensor is not None:
                     self._after_gradient(item)
-        self._moves.gathers = True
+        self._moves.order.gathers = True
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
@@ -671,7 +649,7 @@ class WeightSwap:
 
     def _after_gradient(self, item: Movable) -> None:
         """A gradient is complete, for this backward pass."""
-        if self._moves.gathers:
+        if self._moves.order.gathers:
             return
         if self._moves.send(item):
             self._moves.leave(item)
@@ -703,7 +681,7 @@ class WeightSwap:
         with self._moves.using(("update", items[0].name), items, is_update=True):
             yield
         for item in weights:
-            if not item.is_clean and item not in self._moves.staying:
+            if not item.is_clean and item not in self._moves.order.staying:
                 self._moves.send(item)
 
     # -- what others see -----------------------------------------------------------------------------------------------
@@ -716,12 +694,12 @@ class WeightSwap:
     def here(self) -> Iterator[None]:
         """Within, all weights and gradients are on the device, whatever the budget: to read or change them there."""
         items = (*self.weights.values(), *(i for i in self._gradients.values() if i.tensor is not None))
-        self._moves.open.append(items)
+        self._moves.order.open.append(items)
         try:
             self._moves.bring(items)
             yield
         finally:
-            self._moves.open.remove(items)
+            self._moves.order.open.remove(items)
             self.flush()
 
     def check_copied(self) -> None:
@@ -749,16 +727,7 @@ class WeightSwap:
         """What was moved so far, and what lives where."""
         swapped = sum(item.nbytes for item in self.weights.values())
         total = sum(parameter.nbytes for parameter in self.model.parameters())
-        moves = self._moves
-        return WeightStats(
-            swapped_bytes=swapped,
-            resident_bytes=total - swapped,
-            window_bytes=moves.window_bytes,
-            peak_bytes=moves.peak_bytes,
-            fetched_bytes=moves.fetched_bytes,
-            sent_bytes=moves.sent_bytes,
-            stall_seconds=moves.stall_seconds,
-        )
+        return dataclasses.replace(self._moves.stats, swapped_bytes=swapped, resident_bytes=total - swapped)
 
     def __str__(self) -> str:
         stats = self.stats

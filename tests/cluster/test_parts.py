@@ -12,7 +12,7 @@ from lowtide.cluster.layer import make_layer
 from lowtide.cluster.layout import Layout, schedules_of, split_layers
 from lowtide.cluster.rank import RankAtWorst, Stage, least_bytes, plan_rank
 from lowtide.cluster.shape import DENSE, MOE, Latent
-from lowtide.cluster.step import Clockwork, StageTimes, step_parts
+from lowtide.cluster.step import StageTimes, durations, step_parts
 from lowtide.core.fate import Fate
 from lowtide.pipeline.clock import play
 from lowtide.timeline.hardware import all_to_all_seconds, hand_over_seconds, load_cluster, ring_seconds
@@ -27,7 +27,7 @@ H800 = load_cluster("h800")
 
 def test_a_dense_layer_by_hand() -> None:
     asked = question(DENSE_SHAPE)
-    layer = make_layer(place(asked), DENSE)
+    layer = make_layer(*place(asked), DENSE)
     tokens = 2 * 4096
     assert layer.nbytes == {
         "x1": 2 * tokens * 2048, "n1": 2 * tokens * 2048, "q": 2 * tokens * 2048, "k": 2 * tokens * 512,
@@ -48,14 +48,14 @@ def test_a_dense_layer_by_hand() -> None:
 
 def test_tensor_ranks_split_products_and_sequence_parallel_the_rest() -> None:
     asked = question(DENSE_SHAPE)
-    whole, half = (make_layer(place(asked, tensor=tensor), DENSE) for tensor in (1, 2))
+    whole, half = (make_layer(*place(asked, tensor=tensor), DENSE) for tensor in (1, 2))
     assert {name: half.nbytes[name] * 2 for name in half.nbytes} == whole.nbytes
     assert half.parameters * 2 == whole.parameters
     assert half.times.collective == pytest.approx(4 * (1e-5 + 2 * 2 * 4096 * 2048 / 2 / 360e9))
     plain = dataclasses.replace(asked, config=dataclasses.replace(asked.config, sequence_parallel=False))
     # A sum on both ranks is a scattered sum and a gather: as much in all.
-    assert make_layer(place(plain, tensor=2), DENSE).times.collective == half.times.collective
-    kept_whole = make_layer(place(plain, tensor=2), DENSE)
+    assert make_layer(*place(plain, tensor=2), DENSE).times.collective == half.times.collective
+    kept_whole = make_layer(*place(plain, tensor=2), DENSE)
     assert {name for name in whole.nbytes if kept_whole.nbytes[name] == whole.nbytes[name]} == {"x1", "n1", "x2", "n2"}
 
 
@@ -63,7 +63,7 @@ def test_tensor_ranks_gather_short_vectors_and_have_their_matrices_whole() -> No
     latent = Latent(query_rank=768, key_rank=512, rope_width=64)
     shape = dataclasses.replace(DENSE_SHAPE, latent=latent, key_heads=16, key_width=128 + 64, value_width=128)
     asked = question(shape)
-    whole, half = (make_layer(place(asked, tensor=tensor), DENSE) for tensor in (1, 2))
+    whole, half = (make_layer(*place(asked, tensor=tensor), DENSE) for tensor in (1, 2))
     short = 2048 * (768 + 512 + 64)
     assert half.parameters - short == (whole.parameters - short) // 2
     tokens, rate = 2 * 4096, 360e9
@@ -74,12 +74,12 @@ def test_tensor_ranks_gather_short_vectors_and_have_their_matrices_whole() -> No
     # Of attention: short vectors of queries, those of keys and values, and the sum after it. Of the MLP: before, after.
     assert half.times.collective == pytest.approx(ring(768) + ring(512 + 64) + 3 * ring(2048))
     plain = dataclasses.replace(asked, config=dataclasses.replace(asked.config, sequence_parallel=False))
-    assert make_layer(place(plain, tensor=2), DENSE).times.collective == pytest.approx(4 * ring(2048))
+    assert make_layer(*place(plain, tensor=2), DENSE).times.collective == pytest.approx(4 * ring(2048))
 
 
 def test_experts_keep_what_came_over_the_network() -> None:
     asked = question(MOE_SHAPE)
-    layer = make_layer(place(asked, expert=4), MOE)
+    layer = make_layer(*place(asked, expert=4), MOE)
     tokens = 2 * 4096
     assert layer.nbytes["d"] == 2 * 4 * tokens * 2048
     assert layer.nbytes["expert h"] == 2 * 4 * tokens * 2 * 1024
@@ -88,7 +88,7 @@ def test_experts_keep_what_came_over_the_network() -> None:
     # Dispatch and combine, 4 ranks of one node: 3/4 of 4 vectors a token.
     assert layer.times.exchange == pytest.approx(2 * (1e-5 + tokens * 2 * 2048 * 4 * 3 / 4 / 360e9))
     narrow = dataclasses.replace(asked, config=dataclasses.replace(asked.config, precision="fp8"))
-    low = make_layer(place(narrow, expert=4), MOE)
+    low = make_layer(*place(narrow, expert=4), MOE)
     assert low.nbytes["d"] * 2 == layer.nbytes["d"]
     assert low.nbytes["q"] == layer.nbytes["q"]  # attention stays in bf16
     assert low.times.forward < layer.times.forward
@@ -96,7 +96,7 @@ def test_experts_keep_what_came_over_the_network() -> None:
 
 def test_context_ranks_share_a_sequence() -> None:
     asked = question(DENSE_SHAPE)
-    whole, half = (make_layer(place(asked, context=context), DENSE) for context in (1, 2))
+    whole, half = (make_layer(*place(asked, context=context), DENSE) for context in (1, 2))
     assert half.saved_bytes * 2 == whole.saved_bytes
     assert half.parameters == whole.parameters
     (ahead,) = [op for op in half.ops if op.name == "attention"]
@@ -174,7 +174,7 @@ def task(budget_gib: float, chunks: int = 3, fates: tuple[Fate, ...] = tuple(Fat
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
 def test_a_rank_holds_its_budget_and_no_plan_is_below_its_bounds(chunks: int, share: float) -> None:
     asked = question(DENSE_SHAPE)
-    layers = {DENSE: make_layer(place(asked), DENSE)}
+    layers = {DENSE: make_layer(*place(asked), DENSE)}
     link = asked.hardware.link
     base = GIB + layers[DENSE].temporary_bytes
     budget_gib = (base + share * chunks * 2 * layers[DENSE].saved_bytes) / GIB
@@ -190,7 +190,7 @@ def test_a_rank_holds_its_budget_and_no_plan_is_below_its_bounds(chunks: int, sh
 
 def test_a_rank_with_room_keeps_everything_and_one_without_has_no_plan() -> None:
     asked = question(DENSE_SHAPE)
-    layers = {DENSE: make_layer(place(asked), DENSE)}
+    layers = {DENSE: make_layer(*place(asked), DENSE)}
     plan = plan_rank(task(64.0), layers, asked.hardware.link, {})
     assert plan is not None
     assert plan.kept_bytes == plan.saved_bytes == 6 * layers[DENSE].saved_bytes
@@ -201,7 +201,7 @@ def test_a_rank_with_room_keeps_everything_and_one_without_has_no_plan() -> None
 
 def test_fates_that_rules_forbid_are_not_used() -> None:
     asked = question(DENSE_SHAPE)
-    layers = {DENSE: make_layer(place(asked), DENSE)}
+    layers = {DENSE: make_layer(*place(asked), DENSE)}
     for fates, nothing in (
         ((Fate.KEEP, Fate.RECOMPUTE), "swapped_bytes"),
         ((Fate.KEEP, Fate.SWAP), "recomputed_bytes"),
@@ -225,16 +225,15 @@ TIMES = StageTimes(forward=1.0, backward_input=1.0, backward_weight=1.0, exchang
 def test_a_long_step_is_the_short_one_and_more_of_the_same(schedule: str, num_micro_batches: int) -> None:
     layout = Layout(pipeline=4, interleave=1 if schedule == "1f1b" else 2, schedule=schedule, data=1)
     stages = tuple(dataclasses.replace(TIMES, forward=1 + 0.1 * (stage % 3)) for stage in range(layout.num_stages))
-    clockwork = Clockwork(stages, overlap_share=0.1)
     parts = step_parts(
-        schedules_of(layout, num_micro_batches), clockwork, num_micro_batches, transfer_seconds=0.05, gradients=2.0,
+        schedules_of(layout, num_micro_batches), stages, 0.1, num_micro_batches, transfer_seconds=0.05, gradients=2.0,
         optimizer=1.0,
     )  # fmt: skip
     from lowtide.pipeline.generators import make_schedule
 
     each = 2 if "interleaved" in schedule else None
     whole = make_schedule(schedule, num_ranks=4, num_micro_batches=num_micro_batches, stages_per_rank=each)
-    played = play(whole, clockwork.seconds_of, transfer_seconds=0.05)
+    played = play(whole, durations(stages, 0.1), transfer_seconds=0.05)
     # Stages that differ settle slowly where each rank has several of them.
     assert parts.total == pytest.approx(played.step_seconds + 3.0, rel=5e-3 if "interleaved" in schedule else 1e-6)
     assert all(value >= -1e-9 for value in dataclasses.asdict(parts).values())
@@ -242,14 +241,13 @@ def test_a_long_step_is_the_short_one_and_more_of_the_same(schedule: str, num_mi
 
 def test_pairs_hide_the_all_to_all_and_slow_the_rest() -> None:
     layout = Layout(schedule="one_stage_overlap")
-    clockwork = Clockwork((TIMES,), overlap_share=0.2)
-    parts = step_parts(schedules_of(layout, 3), clockwork, 3, transfer_seconds=0, gradients=0, optimizer=0)
+    parts = step_parts(schedules_of(layout, 3), (TIMES,), 0.2, 3, transfer_seconds=0, gradients=0, optimizer=0)
     # A forward and a backward alone show their all-to-all; two pairs lose a fifth of a second a second.
     assert parts.compute == 9.0
     assert parts.exchange == pytest.approx(2 * 0.5 + 2 * 0.2 * 1.0)
     assert parts.bubble == pytest.approx(0)
-    slow = Clockwork((dataclasses.replace(TIMES, exchange=4.0),), overlap_share=0.2)
-    parts = step_parts(schedules_of(layout, 3), slow, 3, transfer_seconds=0, gradients=0, optimizer=0)
+    slow = (dataclasses.replace(TIMES, exchange=4.0),)
+    parts = step_parts(schedules_of(layout, 3), slow, 0.2, 3, transfer_seconds=0, gradients=0, optimizer=0)
     assert parts.total == pytest.approx(5.0 + 2 * 8.0 + 6.0)  # where the network is slower, it sets the pace
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.cluster.layout import layouts
+from lowtide.cluster.layout import Question, layouts
 from lowtide.cluster.report import document, lines
-from lowtide.cluster.search import ClusterPlan, Planner, Question, plan_cluster
+from lowtide.cluster.search import ClusterPlan, Planner, plan_cluster
 from lowtide.config.run import AXES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError

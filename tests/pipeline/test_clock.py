@@ -13,7 +13,7 @@ import pytest
 
 from lowtide.pipeline.clock import Played, play, seconds_by_kind, with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.schedule import AnyAction, Schedule, made_by
+from lowtide.pipeline.schedule import AnyAction, Schedule
 from tests.support.row_counts import bubble_of, paired_share, peak_live_chunks
 
 SIZES = [(ranks, factor * ranks) for ranks in (2, 4, 8) for factor in (2, 4, 8)] + [(16, 32), (16, 128)]
@@ -183,7 +183,7 @@ def test_every_action_starts_as_soon_as_it_can(name: str) -> None:
         played = play(schedule, seconds.__getitem__, transfer_seconds=transfer)
         assert tuple(tuple(timed.action for timed in row) for row in played.rows) == schedule.actions
         done = {
-            made_by(part): (timed.end, rank)
+            part.makes: (timed.end, rank)
             for rank, row in enumerate(played.rows)
             for timed in row
             for part in timed.action.parts

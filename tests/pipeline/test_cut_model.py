@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
+from examples.train.stages import loss_function
 from lowtide.errors import ConfigError
-from lowtide.pipeline.cut_model import cut, loss_function, loss_of
+from lowtide.pipeline.cut_model import cut, loss_of
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import layers_of_stages

@@ -10,7 +10,7 @@ import pytest
 from lowtide.pipeline.clock import with_transfers
 from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.live_chunks import live_chunks_of
-from lowtide.pipeline.schedule import RECEIVES, TRANSFERS, Kind, Result, Schedule, carried_by, made_by
+from lowtide.pipeline.schedule import Kind, Result, Schedule
 from tests.support.row_counts import peak_live_chunks
 
 SEVERAL = [name for name in GENERATORS if name != "one_stage_overlap"]
@@ -47,12 +47,12 @@ def executed(schedule: Schedule, seed: int) -> list[tuple[int, tuple, Counter, C
         if at[rank] == len(schedule.actions[rank]):
             continue
         every = schedule.actions[rank][at[rank]]
-        parts = [part for part in every.parts if part.kind not in TRANSFERS and part.kind is not Kind.BACKWARD_WEIGHT]
+        parts = [part for part in every.parts if not part.kind.is_transfer and part.kind is not Kind.BACKWARD_WEIGHT]
         needed = {need for part in parts for need in schedule.needs(part) if need.stage != part.stage}
         if not needed <= made:
             continue
         at[rank] += 1
-        asked[rank] |= {carried_by(part) for part in every.parts if part.kind in RECEIVES}
+        asked[rank] |= {part.carries for part in every.parts if part.kind.is_receive}
         if not parts:
             continue
         gone[rank] |= needed
@@ -66,7 +66,7 @@ def executed(schedule: Schedule, seed: int) -> list[tuple[int, tuple, Counter, C
         found.append((rank, running, Counter(live[rank]), messages))
         for part in parts:
             live[rank][part.stage] += part.kind is Kind.FORWARD
-            result = made_by(part)
+            result = part.makes
             if result is not None and schedule.reader(result) is not None:
                 made.add(result)
                 sent[rank].add(result)

@@ -5,18 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.schedule import (
-    Action,
-    Kind,
-    Result,
-    Schedule,
-    as_v,
-    carried_by,
-    in_rounds,
-    layers_of_stages,
-    receive_of,
-    send_of,
-)
+from lowtide.pipeline.schedule import Action, Kind, Result, Schedule, as_v, in_rounds, layers_of_stages
 
 
 def test_stages_go_round_or_down_and_back() -> None:
@@ -28,10 +17,10 @@ def test_stages_go_round_or_down_and_back() -> None:
 
 def test_each_end_of_a_transfer_knows_what_it_carries() -> None:
     output, gradient = Result(Kind.FORWARD, 3, 7), Result(Kind.BACKWARD, 3, 7)
-    assert str(send_of(output)) == "3SEND_F7" and str(receive_of(output)) == "4RECV_F7"
-    assert str(send_of(gradient)) == "3SEND_B7" and str(receive_of(gradient)) == "2RECV_B7"
+    assert str(output.send) == "3SEND_F7" and str(output.receive) == "4RECV_F7"
+    assert str(gradient.send) == "3SEND_B7" and str(gradient.receive) == "2RECV_B7"
     for result in (output, gradient):
-        assert carried_by(send_of(result)) == carried_by(receive_of(result)) == result
+        assert result.send.carries == result.receive.carries == result
 
 
 def test_the_ends_of_the_model_read_and_give_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lowtide.pipeline.clock import play, with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.schedule import RECEIVES, SENDS, TRANSFERS, carried_by, made_by, to_csv
+from lowtide.pipeline.schedule import to_csv
 from lowtide.pipeline.verify import verify
 from tests.support.receives import peak_receives
 
@@ -28,7 +28,7 @@ def test_a_small_schedule_by_hand() -> None:
 
 def test_the_turn_of_a_v_is_handed_over() -> None:
     last = with_transfers(make_schedule("dualpipev", num_ranks=3, num_micro_batches=6)).actions[-1]
-    transfers = {(action.kind, action.stage) for every in last for action in every.parts if action.kind in TRANSFERS}
+    transfers = {(action.kind, action.stage) for every in last for action in every.parts if action.kind.is_transfer}
     assert {stage for _, stage in transfers} == {2, 3}
     assert {str(kind) + str(stage) for kind, stage in transfers} == {"RECV_F2", "SEND_B2", "SEND_F3", "RECV_B3"}
 
@@ -37,18 +37,18 @@ def test_the_turn_of_a_v_is_handed_over() -> None:
 def test_sends_follow_their_maker_and_receives_stand_where_the_data_is_made(name: str) -> None:
     schedule = make_schedule(name, num_ranks=4, num_micro_batches=8)
     played = play(schedule)
-    ends = {made_by(part): timed.end for row in played.rows for timed in row for part in timed.action.parts}
+    ends = {part.makes: timed.end for row in played.rows for timed in row for part in timed.action.parts}
     starts = {timed.action: timed.start for row in played.rows for timed in row}
     for row in with_transfers(schedule).actions:
         for index, every in enumerate(row):
             kind = every.parts[0].kind
-            if kind in SENDS:
-                before = next(other for other in reversed(row[:index]) if other.parts[0].kind not in TRANSFERS)
-                assert carried_by(every) in map(made_by, before.parts)
-            elif kind in RECEIVES:
+            if kind.is_send:
+                before = next(other for other in reversed(row[:index]) if not other.parts[0].kind.is_transfer)
+                assert every.carries in [part.makes for part in before.parts]
+            elif kind.is_receive:
                 before = [starts[other] for other in row[:index] if other in starts]
                 after = [starts[other] for other in row[index:] if other in starts]
-                assert max(before, default=-1) < ends[carried_by(every)] <= min(after)
+                assert max(before, default=-1) < ends[every.carries] <= min(after)
 
 
 @pytest.mark.parametrize("name", OF_SEVERAL_RANKS)

@@ -15,7 +15,6 @@ from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.turns import (
     Exchange,
     Half,
-    Needs,
     growth_of,
     halves_of,
     shares_of,
@@ -44,7 +43,7 @@ def in_turns(forward: Half, backward: Half) -> list[tuple[int | None, int | None
         for op in range(half.first, half.end):
             if op in half.stops:
                 own: Any = running_half.get()
-                own.start(Tensor([1.0]), Tensor([1.0]), Route((1,), (1,), None)).wait()
+                own.start(Tensor([1.0]), Tensor([1.0]), Route((1,), (1,), None))()
             at[number] = op
             seen.append((at[0], at[1]))
 
@@ -78,7 +77,7 @@ def test_what_both_may_have_together_is_in_the_room_at_every_moment(seed: int) -
         stops = np.sort(rng.choice(np.arange(first + 1, end), rng.integers(0, 4), replace=False))
         halves.append(Half(first, end, tuple(int(stop) for stop in stops)))
         least = rng.integers(0, 50, 20)
-        needs.append(Needs(least, least + rng.integers(0, 100, 20)))
+        needs.append((least, least + rng.integers(0, 100, 20)))
     room = 120
     own = shares_of((halves[0], needs[0]), (halves[1], needs[1]), room)
     assert sum(share[half.first : half.end].min() for share, half in zip(own, halves)) < 2 * room

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.cluster.layer import Place
-from lowtide.cluster.layout import Batch, Layout
-from lowtide.cluster.search import Question
+from lowtide.cluster.layout import Batch, Layout, Question
 from lowtide.cluster.shape import DENSE, MOE, Experts, ModelShape
 from lowtide.config.run import ParallelConfig
 from lowtide.core.fate import Fate
@@ -66,13 +64,6 @@ def question(
     )
 
 
-def place(asked: Question, **layout: Any) -> Place:
+def place(asked: Question, **layout: Any) -> tuple[Question, Layout]:
     """Where a layer of the question's model runs, with the rates of the device's own file."""
-    return Place(
-        shape=asked.shape,
-        layout=Layout(**layout),
-        batch=asked.batch,
-        config=asked.config,
-        hardware=asked.hardware,
-        cluster=asked.cluster,
-    )
+    return asked, Layout(**layout)

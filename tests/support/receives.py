@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.pipeline.schedule import RECEIVES, TRANSFERS, Schedule, carried_by
+from lowtide.pipeline.schedule import Schedule
 
 
 def peak_receives(schedule: Schedule) -> tuple[int, ...]:
@@ -14,9 +14,9 @@ def peak_receives(schedule: Schedule) -> tuple[int, ...]:
         peak = 0
         for every in row:
             for action in every.parts:
-                if action.kind in RECEIVES:
-                    waiting.add(carried_by(action))
-                elif action.kind not in TRANSFERS:
+                if action.kind.is_receive:
+                    waiting.add(action.carries)
+                elif not action.kind.is_transfer:
                     waiting.difference_update(schedule.needs(action))
             peak = max(peak, len(waiting))
         peaks.append(peak)

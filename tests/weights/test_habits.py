@@ -130,7 +130,7 @@ def _same_as_plain(one_step: Callable[[nn.Module], None]) -> None:
         layer.register_forward_pre_hook(_rest)
         layer.register_full_backward_pre_hook(_rest)
     with lowtide.swap_weights(model, optimizer, min_bytes=1, engine="host") as handle:
-        handle._moves.window_bytes = ROOMY
+        handle._moves.stats.window_bytes = ROOMY
         for _ in range(3):
             for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
                 one_step(each)
@@ -200,7 +200,7 @@ def test_a_weight_that_is_written_to_while_it_is_on_its_way() -> None:
 
         each.layers[1].down.register_forward_pre_hook(halve)
     with lowtide.swap_weights(model, optimizer, min_bytes=1, engine="host") as handle:
-        handle._moves.window_bytes = ROOMY
+        handle._moves.stats.window_bytes = ROOMY
         for _ in range(3):
             for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
                 step(each, its_own)
