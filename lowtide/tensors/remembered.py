@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.tensors.kinds import can_be_cloned, is_plain
 from lowtide.tensors.private import COMPILED_CALL, MODULE_TABLES, TENSOR_HOOKS, set_versions, storage_key, version_of
-from lowtide.tensors.view import same_bytes, write
+from lowtide.tensors.view import same_bytes, version_alias, write
 
 SMALL_BYTES = 2**20
 """Tensors up to this size are copied, and compared by value."""
@@ -276,9 +276,12 @@ class State(Held):
 class TensorState:
     """A parameter, a buffer or a tensor in an attribute."""
 
-    __slots__ = ("_alias", "_copy", "_flags", "_hooks", "_is_small", "_version", "name", "tensor")
+    __slots__ = ("_alias", "_comes", "_copy", "_flags", "_hooks", "_is_small", "_version", "name", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, name: Name, steady: WeakTensorKeyDictionary | None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, name: Name, steady: WeakTensorKeyDictionary | None, *, comes: bool = False
+    ) -> None:
+        """`comes`: it is a weight that comes and goes, and is not held where it is."""
         self.tensor = tensor
         self.name = name
         self._flags = tensor.requires_grad
@@ -293,7 +296,8 @@ class TensorState:
         self._is_small = True
         if not is_plain(tensor):
             return
-        self._alias = tensor.detach()
+        self._comes = comes
+        self._alias = version_alias(tensor) if comes else tensor.detach()
         nbytes = tensor.numel() * tensor.element_size()
         self._is_small = nbytes <= SMALL_BYTES
         if not nbytes or isinstance(tensor, nn.Parameter) or not tensor.untyped_storage().nbytes():
@@ -308,11 +312,15 @@ class TensorState:
     def _is_moved(self) -> bool:
         """Whether `.data` was assigned to."""
         now, then = self.tensor, self._alias
-        return then is not None and (
-            storage_key(now.untyped_storage()) != storage_key(then.untyped_storage())
-            or now.size() != then.size()
-            or now.stride() != then.stride()
-            or now.storage_offset() != then.storage_offset()
+        return (
+            then is not None
+            and not self._comes
+            and (
+                storage_key(now.untyped_storage()) != storage_key(then.untyped_storage())
+                or now.size() != then.size()
+                or now.stride() != then.stride()
+                or now.storage_offset() != then.storage_offset()
+            )
         )
 
     def is_lost(self, written: dict[int, Any]) -> bool:
