@@ -41,9 +41,10 @@ from lowtide.pipeline.schedule import Kind
 from lowtide.pipeline.turns import Exchange, Half, halves_of, needs_of, slots_of, with_turn
 from lowtide.planner.by_rules import HOST_COSTS, problem_of
 from lowtide.planner.place_state import NUM_SLOTS, bucket_size, refuse_without_effect, shares_of
-from lowtide.planner.plan_profile import StepProblem, problem_of_step
+from lowtide.planner.plan_profile import plan_within, space_of
 from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
+from lowtide.planner.space import Space
 from lowtide.planner.state_items import StateShares
 from lowtide.timeline.events import run
 from lowtide.timeline.step import Link
@@ -166,9 +167,11 @@ class _Search:
         """The plans of the stages with so much of the way from the least to all that is saved; None: it does not
         fit."""
         if share not in self._known:
-            budget_bytes, problems = self.task.budget_bytes, self._problems(self._limits(share), self.task.budget_bytes)
-            plans = {stage: each.plan(budget_bytes, with_floor=False) for stage, each in (problems or {}).items()}
-            self._known[share] = None if problems is None else plans
+            budget_bytes, spaces = self.task.budget_bytes, self._spaces(self._limits(share), self.task.budget_bytes)
+            plans = {
+                stage: plan_within(space, budget_bytes, with_floor=False) for stage, space in (spaces or {}).items()
+            }
+            self._known[share] = None if spaces is None else plans
         return self._known[share]
 
     def seconds_at(self, share: float) -> float:
@@ -178,7 +181,7 @@ class _Search:
 
     def has_plan(self, share: float) -> bool:
         """Whether `at` gives a plan, without the search for the fastest."""
-        return self._problems(self._limits(share), self.task.budget_bytes) is not None
+        return self._spaces(self._limits(share), self.task.budget_bytes) is not None
 
     def _limits(self, share: float) -> dict[int, int]:
         """Of each stage, what a chunk may hold in flight beside its input."""
@@ -201,19 +204,19 @@ class _Search:
             step_seconds={stage: _seconds(plan) for stage, plan in plans.items()},
         )
 
-    def _problems(self, limits: Mapping[int, int], budget_bytes: int) -> dict[int, StepProblem] | None:
+    def _spaces(self, limits: Mapping[int, int], budget_bytes: int) -> dict[int, Space] | None:
         """Of all stages; None where one of them has no plan within the budget."""
-        problems = {}
+        spaces = {}
         for stage in self.task.chunks:
             room = budget_bytes - _state_bytes(self._state(stage)) - limits[stage]
             if room < 0:
                 return None
             beside = self.beside(stage, limits, budget_bytes)
-            problem = self._problem(with_turn(self.chunk_profile(stage), beside, turn_bytes=room))
-            if not problem.space.has_plan(budget_bytes):
+            space = self._space(with_turn(self.chunk_profile(stage), beside, turn_bytes=room))
+            if not space.has_plan(budget_bytes):
                 return None
-            problems[stage] = problem
-        return None if max(self._weights_bytes(limits), default=0) > budget_bytes else problems
+            spaces[stage] = space
+        return None if max(self._weights_bytes(limits), default=0) > budget_bytes else spaces
 
     def chunk_profile(self, stage: int) -> Profile:
         """Of one chunk, beside the state of the rank."""
@@ -298,8 +301,8 @@ class _Search:
         beside = _state_bytes(self.task.state) + products
         return [beside + self._rest_bytes(moment, limits) for moment in self.task.moments if not moment.running]
 
-    def _problem(self, profile: Profile) -> StepProblem:
-        return problem_of_step(profile, self.task.config, self.task.link, has_gradients=True, costs=HOST_COSTS)
+    def _space(self, profile: Profile) -> Space:
+        return space_of(profile, self.task.config, self.task.link, has_gradients=True, costs=HOST_COSTS)
 
     def _state(self, stage: int) -> StateBytes:
         state = self.task.state
@@ -328,7 +331,7 @@ class _Search:
 
     def _most_held(self, stage: int) -> int:
         """What a chunk holds in flight if all is kept but what rules recompute."""
-        return self._held_under(stage, self._problem(self._at_turn(stage)).plan(4 * _NO_LIMIT, with_floor=False))
+        return self._held_under(stage, plan_within(self._space(self._at_turn(stage)), 4 * _NO_LIMIT, with_floor=False))
 
     def _held_under(self, stage: int, plan: Plan) -> int:
         """What a chunk holds in flight under its plan, without its input. What is swapped counts as kept: when it is
@@ -349,7 +352,7 @@ class _Search:
     def _least_held(self, stage: int) -> int:
         """The least that a chunk can hold in flight: by single activations, or with all layers run again."""
         profile = self._at_turn(stage)
-        return max(0, self._problem(profile).space.floor_bytes - _NO_LIMIT - _state_bytes(profile.state))
+        return max(0, self._space(profile).floor_bytes - _NO_LIMIT - _state_bytes(profile.state))
 
     # -- when nothing fits -----------------------------------------------------------------------------------------
 
@@ -373,12 +376,12 @@ class _Search:
     def _enough(self, limits: Mapping[int, int]) -> int:
         """A budget for which there is a plan."""
         low = high = self.task.budget_bytes
-        while self._problems(limits, high) is None:
+        while self._spaces(limits, high) is None:
             low, high = high, 2 * high
             assert high < _NO_LIMIT, "chunks cannot hold what was found to be possible"
         while high - low > _FINE * low:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._problems(limits, middle) is not None else (middle, high)
+            low, high = (low, middle) if self._spaces(limits, middle) is not None else (middle, high)
         return high
 
 

@@ -19,7 +19,6 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Pattern, Rule, Rules
-from lowtide.errors import BudgetError
 from lowtide.planner.advice import Change, explained, memory_breakdown
 from lowtide.planner.by_rules import NO_COSTS, HostCosts, charged, layers_by_rule, min_bytes_of, problem_of
 from lowtide.planner.in_backward import WeightsInTurn, placement_of, updates_allowed, weights_allowed
@@ -57,7 +56,7 @@ def plan_profile(
     """The fastest plan whose peak is at most the budget (`config.budget`, unless `budget_bytes` says otherwise).
 
     `costs` are those of the runtime itself. `num_micro_batches` share what the optimizer's state costs on its way,
-    where `config.optimizer` lets it travel. `with_floor`: as of `StepProblem.plan`.
+    where `config.optimizer` lets it travel. `with_floor`: as of `plan_within`.
     Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
     them (advice.py).
     """
@@ -65,24 +64,24 @@ def plan_profile(
     assert isinstance(budget, int)
     how: Any = {"has_gradients": has_gradients, "time_limit_seconds": time_limit_seconds}
     how |= {"num_micro_batches": num_micro_batches, "costs": costs}
-    problem = problem_of_step(profile, config, link, **how)
+    space = space_of(profile, config, link, **how)
     if progress is not None:
         progress("looking for the fastest plan")
-    if problem.space.has_plan(budget):
-        return problem.plan(budget, with_floor=with_floor)
-    error = problem.refusal(budget, with_suggestions=with_suggestions)
+    if space.has_plan(budget):
+        return plan_within(space, budget, with_floor=with_floor)
+    error = space.refusal(budget, time_limit_seconds * with_suggestions)
     if not with_suggestions or error.floor_bytes >= UNREACHABLE:
         raise error
 
     def replan(other: Profile, memory: MemoryConfig) -> Plan:
-        changed = problem_of_step(other, memory, link, **{**how, "time_limit_seconds": _WAY_OUT_SECONDS})
-        if not changed.space.has_plan(budget):
-            raise changed.refusal(budget, with_suggestions=False)
-        return changed.plan(budget, with_floor=False)
+        changed = space_of(other, memory, link, **{**how, "time_limit_seconds": _WAY_OUT_SECONDS})
+        if not changed.has_plan(budget):
+            raise changed.refusal(budget, 0.0)
+        return plan_within(changed, budget, with_floor=False)
 
     raise explained(
         error,
-        Way(problem.space.question, layers_by_rule(profile, config)).problem,
+        Way(space.question, layers_by_rule(profile, config)).problem,
         config,
         has_gradients=has_gradients,
         replan=replan,
@@ -90,7 +89,7 @@ def plan_profile(
     )
 
 
-def problem_of_step(
+def space_of(
     profile: Profile,
     config: MemoryConfig,
     link: Link,
@@ -99,12 +98,12 @@ def problem_of_step(
     num_micro_batches: int = 1,
     time_limit_seconds: float = 5.0,
     costs: HostCosts = NO_COSTS,
-) -> StepProblem:
-    """A step that may be planned for several budgets. Nothing is looked for before somebody asks."""
+) -> Space:
+    """The plans of a step, for any budget. Nothing is looked for before somebody asks."""
     # Budgets differ from call to call; all else decides what is known of the step.
     how: Any = {"has_gradients": has_gradients, "time_limit_seconds": time_limit_seconds}
     how |= {"num_micro_batches": num_micro_batches, "costs": costs.on(profile.device)}
-    return _problem(_Same(profile), dataclasses.replace(config, budget=1), link, **how)
+    return _space(_Same(profile), dataclasses.replace(config, budget=1), link, **how)
 
 
 class _Same:
@@ -121,9 +120,9 @@ class _Same:
 
 
 @functools.lru_cache(maxsize=2)
-def _problem(
+def _space(
     key: _Same, config: MemoryConfig, link: Link, *, costs: HostCosts, num_micro_batches: int, **how: Any
-) -> StepProblem:
+) -> Space:
     """Remembered: other budgets of the same step follow one another (a sweep, ways out)."""
     profile = key.profile
     question = Question(
@@ -136,7 +135,7 @@ def _problem(
         num_micro_batches=num_micro_batches,
         **how,
     )
-    return StepProblem(question)
+    return Space(question, shared_seconds)
 
 
 def _shares(
@@ -150,48 +149,38 @@ def _shares(
     return shares_allowed(profile, config, link, num_micro_batches)
 
 
-class StepProblem:
-    """A step with its candidates, for any budget."""
+def plan_within(space: Space, budget_bytes: int, *, with_floor: bool = True) -> Plan:
+    """The fastest within the budget, which is not below the floor (`Space.has_plan`), written down.
 
-    def __init__(self, question: Question) -> None:
-        self.space = Space(question, shared_seconds)
+    `with_floor`: it says what the floor is, which takes as long as the plan to find.
+    """
+    found, excess_seconds = space.fastest(budget_bytes)
+    placement, on_its_way = placed(found, _why_there(space, found, budget_bytes))
+    seconds = found.step_seconds - on_its_way.played + on_its_way.shared
+    bound = space.bound_seconds(budget_bytes, found)
+    gap = max(0.0, 1.0 - bound / seconds) if seconds else 0.0
+    floor_bytes = space.floor_bytes if with_floor else None
+    how: Any = {"gap": gap, "floor_bytes": floor_bytes, "excess_seconds": excess_seconds}
+    return _plan_of(found, placement, on_its_way, budget_bytes, **how)
 
-    def refusal(self, budget_bytes: int, *, with_suggestions: bool) -> BudgetError:
-        """Of a budget below the floor."""
-        return self.space.refusal(budget_bytes, self.space.question.time_limit_seconds * with_suggestions)
 
-    def plan(self, budget_bytes: int, *, with_floor: bool = True) -> Plan:
-        """The fastest within the budget, which is not below the floor (`Space.has_plan`), written down.
-
-        `with_floor`: it says what the floor is, which takes as long as the plan to find.
-        """
-        space = self.space
-        found, excess_seconds = space.fastest(budget_bytes)
-        placement, on_its_way = placed(found, self._reason(found, budget_bytes))
-        seconds = found.step_seconds - on_its_way.played + on_its_way.shared
-        bound = space.bound_seconds(budget_bytes, found)
-        gap = max(0.0, 1.0 - bound / seconds) if seconds else 0.0
-        floor_bytes = space.floor_bytes if with_floor else None
-        how: Any = {"gap": gap, "floor_bytes": floor_bytes, "excess_seconds": excess_seconds}
-        return _plan_of(found, placement, on_its_way, budget_bytes, **how)
-
-    def _reason(self, found: Found, budget_bytes: int) -> str:
-        """Why the optimizer's state is where it is."""
-        question = self.space.question
-        state, optimizer = question.profile.state, question.config.optimizer
-        if question.shares == (None,):
-            return "none of it can move" if state.optimizer else "there is none"
-        if optimizer in ("swap", "in_backward"):
-            return "memory.optimizer asks for it"
-        if found.way.shares is not None:
-            if self.space.has_plan(budget_bytes, moves_state=False):
-                return "its memory is worth more to activations than its copies cost"
-            return "the budget asks for it"
-        if found.pass_seconds <= question.seconds * _NO_TIME:
-            return "everything fits"
-        if self.space.has_plan(budget_bytes, moves_state=True):
-            return "on its way it would cost more than it frees"
-        return "moving it needs more than it frees"
+def _why_there(space: Space, found: Found, budget_bytes: int) -> str:
+    """Why the optimizer's state is where it is."""
+    question = space.question
+    state, optimizer = question.profile.state, question.config.optimizer
+    if question.shares == (None,):
+        return "none of it can move" if state.optimizer else "there is none"
+    if optimizer in ("swap", "in_backward"):
+        return "memory.optimizer asks for it"
+    if found.way.shares is not None:
+        if space.has_plan(budget_bytes, moves_state=False):
+            return "its memory is worth more to activations than its copies cost"
+        return "the budget asks for it"
+    if found.pass_seconds <= question.seconds * _NO_TIME:
+        return "everything fits"
+    if space.has_plan(budget_bytes, moves_state=True):
+        return "on its way it would cost more than it frees"
+    return "moving it needs more than it frees"
 
 
 def _plan_of(

@@ -594,7 +594,7 @@ def process_states(devices: Iterable[torch.device]) -> Iterator[State]:
             module = torch.get_device_module(device)
             yield State(
                 functools.partial(module.get_rng_state, device),
-                functools.partial(_set_rng_state, module, device),
+                functools.partial(module.set_rng_state, device=device),
                 Name(None, f"the random state of {device}"),
             )
     yield from host_generators()
@@ -610,10 +610,6 @@ def host_generators() -> Iterator[State]:
 
 def _put(record: Any, value: Any) -> None:
     record.put(value)
-
-
-def _set_rng_state(module: Any, device: torch.device, state: torch.Tensor) -> None:
-    module.set_rng_state(state, device)
 
 
 def _has_attributes(kind: type) -> bool:

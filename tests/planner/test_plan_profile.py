@@ -10,7 +10,7 @@ from lowtide.config.memory import load_memory
 from lowtide.core.decisions import Prediction
 from lowtide.core.plan import Plan
 from lowtide.planner import space
-from lowtide.planner.plan_profile import plan_profile, problem_of_step
+from lowtide.planner.plan_profile import plan_profile, plan_within, space_of
 from lowtide.planner.problem import state_bytes
 from lowtide.timeline.step import Link
 from tests.support.profiles import decoder_profile
@@ -48,10 +48,10 @@ def test_a_plan_without_its_floor_is_the_same_plan(monkeypatch: pytest.MonkeyPat
     plan = plan_profile(PROFILE, config, link=LINK)
     assert plan.predicted is not None and plan.predicted.floor_bytes is not None
     monkeypatch.setattr(space, "floor", lambda *step: pytest.fail("a floor was looked for"))
-    problem = problem_of_step(dataclasses.replace(PROFILE), config, LINK)
+    plans = space_of(dataclasses.replace(PROFILE), config, LINK)
     budget = 100 * 2**30
-    assert problem.space.has_plan(budget) and not problem.space.has_plan(0)
-    bare = problem.plan(budget, with_floor=False)
+    assert plans.has_plan(budget) and not plans.has_plan(0)
+    bare = plan_within(plans, budget, with_floor=False)
     assert bare == dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, floor_bytes=None))
     assert Plan.from_json(bare.to_json()) == bare
     assert "floor" in str(plan) and "floor" not in str(bare)

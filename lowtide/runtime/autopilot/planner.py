@@ -114,7 +114,7 @@ class Planner:
         none fits.
 
         Once some of the optimizer's state has moved, as much stays as stays now, or, where that does not fit, none.
-        `with_floor`: as of `StepProblem.plan`.
+        `with_floor`: as of `plan_within`.
         """
         facts = self.facts
         assert facts.link is not None
