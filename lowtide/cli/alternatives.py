@@ -165,8 +165,7 @@ class AskedStep:
 
     def by_hand(self, name: str) -> Alternative:
         """A row of `BY_HAND`."""
-        peak_bytes, seconds = self.played(name)
-        return self._row(name, peak_bytes, seconds)
+        return self._row(name, *self.played(name))
 
     def played(self, name: str) -> tuple[int, float]:
         """Peak and seconds of a row of `BY_HAND`."""
@@ -237,7 +236,6 @@ def largest(
 ) -> tuple[AskedStep, list[Alternative], list[Alternative]]:
     """A step of the run, and a row for each way, at the largest size that fits; and, for layers in blocks, a row for
     each size that was tried for the last of `makes`, which are lowtide's ways by name."""
-    steps: dict[int, AskedStep] = {}
     rows: list[Alternative] = []
     tries: dict[int, Alternative] = {}
 
@@ -252,13 +250,12 @@ def largest(
         growth = (two.flops / 2 - one.flops) / small**2
         return one.counted.model, one.flops / small - growth * small, growth
 
+    @functools.cache
     def step_of(size: int) -> AskedStep:
         """Products grow with the size, and those of attention with its square: two sizes tell all others."""
-        if size not in steps:
-            say(f"trying a {grown} of {size:,}")
-            model, flops, growth = a_token()
-            steps[size] = dataclasses.replace(asked(size), known=(model, (flops + growth * size) * size))
-        return steps[size]
+        say(f"trying a {grown} of {size:,}")
+        model, flops, growth = a_token()
+        return dataclasses.replace(asked(size), known=(model, (flops + growth * size) * size))
 
     def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
         step = step_of(size or unit)
@@ -273,7 +270,7 @@ def largest(
         try:
             made = makes[name](_grown(run, grown, size), 1).predicted
         except BudgetError as error:
-            if has_blocks and name == list(makes)[-1]:
+            if block is not None and name == list(makes)[-1]:
                 tries[size] = planned(name, size, error)
             return error.floor_bytes
         assert made is not None
@@ -283,11 +280,10 @@ def largest(
     for name in BY_HAND:
         size = _search(lambda size, name=name: step_of(size).played(name)[0], budget_bytes, unit, most)  # type: ignore[misc]
         rows.append(_at(step_of(size or unit).by_hand(name), size))
-    rows_of_block = None if run.memory is None else run.memory.rows
-    has_blocks = rows_of_block is not None and grown == "sequence"
+    block = None if run.memory is None or grown == "batch" else run.memory.rows
     first = _FIRST_UNITS
-    if rows_of_block is not None and grown == "sequence":
-        unit = max(unit, rows_of_block)
+    if block is not None:
+        unit = max(unit, block)
         first = max(1, _FIRST_TOKENS_IN_BLOCKS // unit)
     for name in makes:
         size = _search(lambda size, name=name: floor_of(name, size), budget_bytes, unit, most, first)  # type: ignore[misc]

@@ -61,8 +61,9 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
             "'train.tensor_parallel' is for the stages of a section 'pipeline'; without one write parallel: {shard: "
             "fsdp2, tensor: ...}",
         )
-    if file.is_sharded:
-        _check_shard(file)
+    beside = {"pipeline": file.pipeline is not None, "train.expert_parallel": file.train.expert_parallel > 1}
+    for key in (key for key, is_there in beside.items() if is_there and file.is_sharded):
+        file.fail("parallel.shard", f"'parallel.shard' cannot stand beside '{key}' yet; take one of them out")
     if file.memory is not None:
         file.memory.rules()  # a malformed pattern is found when it is read, not when the model is there
     train = file.train
@@ -113,13 +114,6 @@ def _check_beside_sections(file: RunFile) -> None:
                 f"'memory.{key}' cannot stand beside recompute_config and swap_config; write all of it here, or all of "
                 "it there",
             )
-
-
-def _check_shard(file: RunFile) -> None:
-    """Nothing stands beside shards that deals the model out in another way."""
-    others = {"pipeline": file.pipeline is not None, "train.expert_parallel": file.train.expert_parallel > 1}
-    for key in (key for key, is_there in others.items() if is_there):
-        file.fail("parallel.shard", f"'parallel.shard' cannot stand beside '{key}' yet; take one of them out")
 
 
 def _check_pipeline(file: RunFile, pipeline: PipelineConfig) -> None:

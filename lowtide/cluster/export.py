@@ -28,11 +28,9 @@ from lowtide.cluster.search import ClusterPlan, LayoutPlan
 from lowtide.config.run import SCHEDULES
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
+from lowtide.report.export import PREFETCH
 from lowtide.units import format_bytes
 
-PREFETCH = 1
-"""Operators ahead of its reader at which a swapped activation is asked for. The timeline knows better, a file for
-another system's operators does not."""
 _NAMES: Mapping[str, Mapping[str, Sequence[str]]] = tomllib.loads(
     (Path(__file__).parent / "names.toml").read_text(encoding="utf-8")
 )
@@ -46,7 +44,8 @@ def export(plan: ClusterPlan, system: str, path: Path) -> None:
     made = (
         mindformers_lines(question, best) if system == "mindformers" else megatron_lines(question, best, has_mindspeed)
     )
-    text = "\n".join(made) + "\n"
+    title = f"# {best.layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
+    text = "\n".join([title, *made, ""])
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -79,7 +78,6 @@ def mindformers_lines(question: Question, plan: LayoutPlan) -> Iterator[str]:
     by_layer = decisions(plan)
     is_v = scheduler == "zero_bubble_v"
     offset = _cells([count - question.shape.num_layers // layout.num_stages for count in plan.num_layers], layout, is_v)
-    yield f"# {layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
     yield "# What this file cannot say:"
     yield from (f"# - {line}" for line in _unsaid(question, plan, by_layer))
     yield "parallel_config:"
@@ -185,7 +183,6 @@ def megatron_lines(question: Question, plan: LayoutPlan, has_mindspeed: bool = F
     is_v = layout.played_name in ("zb_v", "dualpipev")
     has_v = has_mindspeed and layout.played_name == "dualpipev"
     recomputed, offloaded, rest = _flags(decisions(plan))
-    yield f"# {layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
     yield "# What these arguments cannot say:"
     yield "# - which layers and which ranks: they hold for all alike, so they do what the fullest rank needs"
     if rest:

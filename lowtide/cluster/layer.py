@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from lowtide.cluster.layout import Layout, Question
 from lowtide.cluster.shape import DENSE
@@ -181,7 +182,7 @@ class _Maker:
         out = tokens * heads * shape.value_width
         self._product(
             "projection", ("a",), out * shape.hidden, out + tokens * shape.hidden,
-            heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._sum_seconds(),
+            heads * shape.value_width * shape.hidden, makes=("x2",), collective_seconds=self._sum_seconds(),
         )  # fmt: skip
         self._made("x2", self.nbytes["x1"], "x1", "a")
         self.num_attention_ops = len(self.ops)
@@ -195,7 +196,7 @@ class _Maker:
         up, act, h, g = f"{prefix}up", f"{prefix}act", f"{prefix}h", f"{prefix}g"
         self._product(
             up, (reads,), tokens * hidden * wide, tokens * (hidden + wide), hidden * wide, makes=(h,),
-            collective=collective,
+            collective_seconds=collective,
         )  # fmt: skip
         self._made(h, int(tokens * wide) * self._saved_width(), reads)
         self._traffic(act, 2 * tokens * (wide + columns), (h,), (g,))
@@ -203,7 +204,7 @@ class _Maker:
         self.inner_names.append(g)
         self._product(
             f"{prefix}down", (g,), tokens * columns * hidden, tokens * (hidden + columns), hidden * columns,
-            collective=collective,
+            collective_seconds=collective,
         )  # fmt: skip
 
     def experts(self) -> None:
@@ -279,7 +280,7 @@ class _Maker:
         self._product(
             "to_" + "".join(columns_of), (source,), tokens * rows * total, tokens * (rows + total), rows * total,
             makes=tuple(columns_of),
-            collective=self._tensor_seconds() if gathered else self._short_seconds(short) if short else 0.0,
+            collective_seconds=self._tensor_seconds() if gathered else self._short_seconds(short) if short else 0.0,
         )  # fmt: skip
         op = self.ops[-1]
         for name, wide in columns_of.items():
@@ -328,23 +329,13 @@ class _Maker:
         elements: float,
         weights: float,
         *,
-        makes: tuple[str, ...] = (),
-        collective: float = 0.0,
         fp8: bool = True,
+        **more: Any,
     ) -> None:
         dtype = "float8" if fp8 and self.question.config.precision == "fp8" else "bfloat16"
         seconds = self.question.hardware.op_seconds(2.0 * multiplications, 2.0 * (elements + weights), dtype)
-        self.ops.append(
-            Op(
-                name=name,
-                seconds=seconds,
-                input_seconds=seconds,
-                weight_seconds=seconds,
-                reads=reads,
-                makes=makes,
-                collective_seconds=collective,
-            )
-        )
+        each: Any = {"seconds": seconds, "input_seconds": seconds, "weight_seconds": seconds}
+        self.ops.append(Op(name=name, reads=reads, **each, **more))
 
     def _traffic(
         self, name: str, nbytes: float, reads: tuple[str, ...], makes: tuple[str, ...], exchange: float = 0.0

@@ -155,86 +155,91 @@ Fault = tuple[str, str]
 
 
 def fault(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig, devices: int) -> Fault | None:
-    """What is wrong, or None."""
+    """What is wrong first, or None."""
+    return next(_faults(layout, shape, batch, config, devices), None)
+
+
+def _faults(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig, devices: int) -> Iterator[Fault]:
+    """Each is looked for only where those before it are not there."""
     if layout.num_devices != devices:
         product = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data}"
-        return ("data", f"{product} makes {layout.num_devices} devices, not {devices}; leave one of them out")
-    return _fault_of_model(layout, shape, batch, config) or _fault_of_batch(layout, batch)
+        yield "data", f"{product} makes {layout.num_devices} devices, not {devices}; leave one of them out"
+    yield from _faults_of_model(layout, shape, batch, config)
+    yield from _faults_of_stages(layout, shape, config)
+    yield from _faults_of_batch(layout, batch)
 
 
-def _fault_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig) -> Fault | None:
+def _faults_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig) -> Iterator[Fault]:
     tensor, experts = layout.tensor, shape.experts
     key_heads = shape.heads if shape.latent is not None else shape.key_heads
     if shape.heads % tensor or (key_heads % tensor and tensor % key_heads):
-        return ("tensor", f"{shape.heads} heads do not divide over {tensor} tensor ranks")
+        yield "tensor", f"{shape.heads} heads do not divide over {tensor} tensor ranks"
     if shape.inner % tensor:
-        return ("tensor", f"an MLP of {shape.inner} columns does not divide over {tensor} tensor ranks")
+        yield "tensor", f"an MLP of {shape.inner} columns does not divide over {tensor} tensor ranks"
     parts = layout.context * (tensor if config.sequence_parallel else 1)
     if batch.sequence_length % parts:
-        return ("context", f"a sequence of {batch.sequence_length} tokens does not divide into {parts} parts")
+        yield "context", f"a sequence of {batch.sequence_length} tokens does not divide into {parts} parts"
     if experts is None and layout.expert > 1:
-        return ("expert", f"'{shape.name}' has no experts to divide over {layout.expert} ranks; remove the key")
+        yield "expert", f"'{shape.name}' has no experts to divide over {layout.expert} ranks; remove the key"
     if experts is not None:
         if experts.num % layout.expert:
-            return ("expert", f"{experts.num} experts do not divide over {layout.expert} expert ranks")
+            yield "expert", f"{experts.num} experts do not divide over {layout.expert} expert ranks"
         ranks = layout.shared_ranks * tensor
         if ranks % layout.expert:
-            return ("expert", f"{layout.expert} expert ranks cannot be taken from {ranks} (tensor x context x data)")
+            yield "expert", f"{layout.expert} expert ranks cannot be taken from {ranks} (tensor x context x data)"
         if tensor > 1 and not config.sequence_parallel:
-            return ("sequence_parallel", "experts beside tensor ranks need 'sequence_parallel: true'")
+            yield "sequence_parallel", "experts beside tensor ranks need 'sequence_parallel: true'"
     if layout.shared_ranks % layout.optimizer_shards:
-        return (
+        yield (
             "optimizer_shards",
             f"{layout.optimizer_shards} shards do not divide {layout.shared_ranks} ranks with the same parameters",
         )
-    return _fault_of_stages(layout, shape, config)
 
 
-def _fault_of_stages(layout: Layout, shape: ModelShape, config: ParallelConfig) -> Fault | None:
+def _faults_of_stages(layout: Layout, shape: ModelShape, config: ParallelConfig) -> Iterator[Fault]:
     if layout.pipeline % layout.copies:
-        return ("pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}")
+        yield "pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}"
     num_stages = layout.num_stages
     if isinstance(config.layers, tuple):
         if len(config.layers) != num_stages:
-            return ("layers", f"has {len(config.layers)} numbers for {num_stages} stages")
+            yield "layers", f"has {len(config.layers)} numbers for {num_stages} stages"
         if sum(config.layers) != shape.num_layers:
-            return ("layers", f"adds up to {sum(config.layers)} of {shape.num_layers} layers")
+            yield "layers", f"adds up to {sum(config.layers)} of {shape.num_layers} layers"
         if 0 in config.layers[1:-1]:
-            return ("layers", "leaves a stage between the first and the last without a layer")
+            yield "layers", "leaves a stage between the first and the last without a layer"
     elif config.layers == "even":
         try:
             layers_of_stages(shape.num_layers, num_stages)
         except ConfigError as error:
-            return ("layers", str(error).removeprefix("pipeline: "))
+            yield "layers", str(error).removeprefix("pipeline: ")
     elif shape.num_layers < max(num_stages - 2, 1):
-        return ("pipeline", f"{shape.num_layers} layers are too few for {num_stages} stages")
-    return None
+        yield "pipeline", f"{shape.num_layers} layers are too few for {num_stages} stages"
 
 
-def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
+def _faults_of_batch(layout: Layout, batch: Batch) -> Iterator[Fault]:
     if batch.sequences is not None and batch.sequences % (layout.data * batch.micro_batch * layout.copies):
         ways = layout.data * layout.copies
-        return (
+        yield (
             "global_batch",
             f"{batch.sequences} sequences do not divide into micro-batches of {batch.micro_batch} on {ways} data ranks"
             + (" (two copies a pipeline)" if layout.copies > 1 else ""),
         )
     if batch.sequences is None and batch.accumulation % layout.copies:
-        return ("schedule", f"'dualpipe' needs an even number of micro-batches, not {batch.accumulation}")
+        yield "schedule", f"'dualpipe' needs an even number of micro-batches, not {batch.accumulation}"
     per_rank = SCHEDULES[layout.schedule].stages_per_rank
     if per_rank is not None and layout.interleave != per_rank:
-        return ("interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}")
+        yield "interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}"
     if layout.schedule == "interleaved_overlap" and layout.interleave < 2:
-        return ("interleave", f"'{layout.schedule}' has 2 or more stages a rank, not {layout.interleave}")
+        yield "interleave", f"'{layout.schedule}' has 2 or more stages a rank, not {layout.interleave}"
     if layout.pipeline == 1 and layout.interleave > 1:
-        return ("interleave", f"1 pipeline rank has no use for {layout.interleave} stages")
+        yield "interleave", f"1 pipeline rank has no use for {layout.interleave} stages"
     num_micro_batches = batch.num_micro_batches(layout)
     if num_micro_batches < 1:
-        return ("global_batch", f"{batch.sequences} sequences leave a pipeline without a micro-batch")
+        yield "global_batch", f"{batch.sequences} sequences leave a pipeline without a micro-batch"
     ranks = layout.schedule_ranks
     num_played = layout.interleave * ranks * min(num_micro_batches, _MOST_ROUNDS * ranks)
     if num_played > MOST_FORWARDS:
-        return (
+        yield (
             "pipeline",
             f"{ranks} pipeline ranks with {layout.interleave} stages each are {num_played} forward passes in a "
             f"schedule, of at most {MOST_FORWARDS}; lower it",
@@ -243,8 +248,7 @@ def _fault_of_batch(layout: Layout, batch: Batch) -> Fault | None:
         try:
             _made(layout.played_name, layout.schedule_ranks, layout.interleave, num_micro_batches, 0)
         except ConfigError as error:
-            return ("schedule", str(error).removeprefix("pipeline: "))
-    return None
+            yield "schedule", str(error).removeprefix("pipeline: ")
 
 
 def _has_no_schedule(layout: Layout, num_micro_batches: int) -> bool:

@@ -67,7 +67,7 @@ class ShownState:
         self._is_stepping = False
         self._show(optimizer.state)
         self._hooks = (
-            optimizer.register_state_dict_pre_hook(lambda _: self._before_save()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._get_ready("state_dict")),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._take_out(state_dict)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._put_in(), prepend=True),
         )
@@ -129,15 +129,13 @@ class ShownState:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _before_save(self) -> None:
-        self._refuse("state_dict")
+    def _get_ready(self, call: str) -> None:
+        self._refuse(call)
         self.take_over()
         self.settle()
 
     def _take_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._refuse("load_state_dict")
-        self.take_over()
-        self.settle()
+        self._get_ready("load_state_dict")
         parameter_of = dict(self._numbered(state_dict))
         state = {
             number: self._held(parameter_of[number], entries) if number in parameter_of else entries

@@ -268,9 +268,9 @@ class StagePlans:
         """All ranks hear of all plans. Collective. Gives itself back."""
         everywhere = gather(self.summaries, self._pipeline.group)
         self.summaries = dict(sorted(each for own in everywhere for each in own.items()))
-        for text in self.summaries.values() if say is not None else ():
-            assert say is not None
-            say(text)
+        if say is not None:
+            for text in self.summaries.values():
+                say(text)
         return self
 
     @property

@@ -58,7 +58,7 @@ def live_chunks_of(schedule: Schedule, rank: int, *, pairs_at_once: bool, puts_o
     """Of a schedule with its transfers, which has passed `verify`. `pairs_at_once`: the halves of a pair take turns;
     else the forward is over when the backward begins. `puts_off`: W has something to do."""
     found: list[Moment] = []
-    for moment in _walk(schedule, rank, _known_positions(schedule, rank), pairs_at_once, puts_off):
+    for moment in _walk(schedule, rank, pairs_at_once, puts_off):
         if not any(other.holds_as_much_as(moment) for other in found):
             found = [other for other in found if not moment.holds_as_much_as(other)]
             found.append(moment)
@@ -82,10 +82,8 @@ def read_by_then(schedule: Schedule, rank: int) -> dict[AnyAction, frozenset[Res
     return found
 
 
-def _walk(
-    schedule: Schedule, rank: int, known: list[dict[int, int]], pairs_at_once: bool, puts_off: bool
-) -> Iterator[Moment]:
-    place = _reader_positions(schedule)
+def _walk(schedule: Schedule, rank: int, pairs_at_once: bool, puts_off: bool) -> Iterator[Moment]:
+    gone = read_by_then(schedule, rank)
     live: Counter[int] = Counter(dict.fromkeys(schedule.stages_of(rank), 0))
     waiting: set[Result] = set()
     """Asked for, or made here for this very rank, and not read yet."""
@@ -115,8 +113,8 @@ def _walk(
         if result is not None and reader is not None:
             (waiting if reader == rank else sent).add(result)
 
-    for position, every in enumerate(schedule.actions[rank]):
-        sent = {result for result in sent if known[position].get(place[result][0], -1) < place[result][1]}
+    for every in schedule.actions[rank]:
+        sent -= gone[every]
         parts = [part for part in every.parts if not part.kind.is_transfer and part.kind is not Kind.BACKWARD_WEIGHT]
         waiting.update(part.carries for part in every.parts if part.kind.is_receive)
         if puts_off and every.parts[0].kind is Kind.BACKWARD_WEIGHT:

@@ -169,7 +169,7 @@ class Overlap:
             self._carry_out(ahead, baton, forward)
             there.result()
         except BaseException as error:  # Ctrl-C outside of what a half does
-            baton.end(FORWARD, BACKWARD, error)
+            baton.end(FORWARD, error)
             there.result()
         error_of_pair, baton.error = baton.error, None
         if error_of_pair is not None:
@@ -193,20 +193,19 @@ class Overlap:
             with as_caller:
                 self._carry_out(half, baton, call)
         except BaseException as error:
-            baton.end(BACKWARD, FORWARD, error)
+            baton.end(BACKWARD, error)
 
     def _carry_out(self, half: _Half, baton: Baton, call: Callable[[], object]) -> None:
         """Run a half of a pair to its end. Its error is left in `baton`."""
-        other = OTHER[half.name]
         try:
             with self._carrying(half):
                 baton.wait_for(half.name)
                 call()
                 half.note("segment")
         except BaseException as error:
-            baton.end(half.name, other, error)
+            baton.end(half.name, error)
         else:
-            baton.end(half.name, other, None)
+            baton.end(half.name, None)
 
     @contextlib.contextmanager
     def _carrying(self, half: _Half) -> Iterator[_Half]:
@@ -254,7 +253,7 @@ class _Half:
     def _wait(self, work: Any, number: int) -> None:
         """Let the other half run, or where there is none what was put off; then wait for an exchange."""
         self.note("segment")
-        is_alone = self._baton is None or not self._baton.pass_on(self.name, OTHER[self.name])
+        is_alone = self._baton is None or not self._baton.pass_on(self.name)
         weights = self.home.weight_gradients
         if weights is not None and weights.at_wait(is_alone=is_alone):
             self.note("fill")
@@ -295,7 +294,7 @@ class Abandoned(BaseException):
 
 
 class Baton:
-    """Who of two halves, named by words, runs."""
+    """Who of two halves runs."""
 
     def __init__(self, first: str) -> None:
         self._holder: str | None = first
@@ -312,27 +311,27 @@ class Baton:
             if self.error is not None:
                 raise Abandoned
 
-    def pass_on(self, half: str, other: str) -> bool:
+    def pass_on(self, half: str) -> bool:
         """Let the other half run, until the baton comes back. False if the other half is over: nothing has run."""
         with self._changed:
             if self.error is not None:
                 raise Abandoned
             assert self._holder == half, f"{half} runs although it is not its turn"
-            if other in self._over:
+            if OTHER[half] in self._over:
                 return False
-            self._holder = other
+            self._holder = OTHER[half]
             self._changed.notify_all()
         self.wait_for(half)
         return True
 
-    def end(self, half: str, other: str, error: BaseException | None) -> None:
+    def end(self, half: str, error: BaseException | None) -> None:
         """`half` is over, and raised `error` if that is not None."""
         with self._changed:
             self._over.add(half)
             if self.error is None and not isinstance(error, Abandoned):
                 self.error = error
             if self._holder == half:
-                self._holder = other
+                self._holder = OTHER[half]
             self._changed.notify_all()
 
 

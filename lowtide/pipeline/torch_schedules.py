@@ -15,7 +15,6 @@ torch does.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,14 +81,10 @@ def attach(
         how = {"memory": config, "optimizer": optimizer, "engine": engine, "say": say}
         return AttachedSchedule(schedule, pipeline, [], how)
     tides: list[Tide] = []
-
-    def follow(rules: MemoryConfig) -> None:
-        for stage in stages:
-            tides.append(apply(stage.submod, rules, engine=engine, group=ALONE))
-
     try:
         if config is not None:
-            together.all_do("its rules", functools.partial(follow, config))
+            how = {"engine": engine, "group": ALONE}
+            together.all_do("its rules", lambda: tides.extend(apply(each.submod, config, **how) for each in stages))
     except BaseException:
         for tide in tides:
             tide.remove()

@@ -32,7 +32,8 @@ from lowtide.units import format_bytes, format_seconds
 
 SYSTEMS = ("transformers", "megatron", "mindspeed", "torchtitan", "mindformers")
 PREFETCH = 1
-"""Operators ahead of its reader at which a swapped activation is asked for, where a file has to say a number."""
+"""Operators ahead of its reader at which a swapped activation is asked for, where a file has to say a number. The
+timeline knows better, a file for another system's operators does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
