@@ -2,6 +2,7 @@
 
 python -m tests.attack                          2,000 draws; a summary; status 1 if anything is wrong
 python -m tests.attack --start 2000 --draws 500 --json found.json
+python -m tests.attack --rows --draws 300       draws of declared sums alone: layers, head and loss in blocks of rows
 python -m tests.attack --seed 17                one draw, with its verdict; --shrink makes it as small as it can
 python -m tests.attack --draw '{"seed":...}'    a draw that was printed
 python -m tests.attack --class NAME --draws 20  draws for a class of faults that was found once (all: for each)
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=2000, help="how many draws (2000)")
     parser.add_argument("--start", type=int, default=0, help="the first seed (0)")
+    parser.add_argument("--rows", action="store_true", help="only draws with layers, head and loss in blocks of rows")
     parser.add_argument("--jobs", type=int, default=1, help="how many processes (1)")
     parser.add_argument("--json", type=Path, help="write the result to this file as well")
     parser.add_argument("--seed", type=int, help="judge this one draw")
@@ -77,7 +79,7 @@ def _read(text: str) -> Draw:
 
 
 def _many(given: argparse.Namespace) -> int:
-    tally = drive.Tally(given.start, given.draws)
+    tally = drive.Tally(given.start, given.draws, only_rows=given.rows)
     is_terminal = sys.stderr.isatty()
 
     def say(draw: Draw, verdict: Verdict) -> None:
@@ -100,7 +102,7 @@ def _many(given: argparse.Namespace) -> int:
     print(f"\n{tally.table()}\n")
     print(f"{len(tally.found)} draws in {tally.seconds:.0f} s, seeds from {tally.first}; {len(tally.wrong)} wrong")
     if status:
-        print(f"interrupted; go on with: python -m tests.attack --start {tally.next_seed}")
+        print(f"interrupted; go on with: python -m tests.attack {'--rows ' * given.rows}--start {tally.next_seed}")
     if given.json is not None:
         given.json.write_text(json.dumps(tally.to_json(), indent=1) + "\n")
     return status or (1 if tally.wrong else 0)

@@ -4,6 +4,7 @@ verdict. Used by `python -m tests.attack`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -31,6 +32,8 @@ class Tally:
     asked: int
     found: dict[int, tuple[Draw, Verdict]] = field(default_factory=dict)
     seconds: float = 0.0
+    only_rows: bool = False
+    """Only draws with declared sums (`Draw.rows`); the seeds of others are passed over."""
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.found[seed] = (drawn_from(seed), verdict)
@@ -40,13 +43,14 @@ class Tally:
         """In the order of seeds."""
         return [pair for _, pair in sorted(self.found.items()) if pair[1].is_wrong]
 
+    def seeds(self) -> Iterator[int]:
+        """Those that may be asked for, without an end."""
+        return (seed for seed in itertools.count(self.first) if not self.only_rows or drawn_from(seed).rows)
+
     @property
     def next_seed(self) -> int:
         """Where to go on: the first seed without a verdict."""
-        seed = self.first
-        while seed in self.found:
-            seed += 1
-        return seed
+        return next(seed for seed in self.seeds() if seed not in self.found)
 
     def counts(self) -> Counter[str]:
         return Counter(verdict.kind for _, verdict in self.found.values())
@@ -136,7 +140,7 @@ def run(
     `command` is what a process for some seeds runs. Raises RuntimeError if one ends before its first draw.
     """
     lines: queue.Queue = queue.Queue()
-    chunks = _chunks(tally.first, tally.first + tally.asked)
+    chunks = _chunks(itertools.islice(tally.seeds(), tally.asked))
     workers: set[_Worker] = set()
     start = time.monotonic()
 
@@ -190,6 +194,6 @@ def run(
             worker.kill()
 
 
-def _chunks(first: int, stop: int) -> Iterator[list[int]]:
-    for start in range(first, stop, _PER_PROCESS):
-        yield list(range(start, min(stop, start + _PER_PROCESS)))
+def _chunks(seeds: Iterator[int]) -> Iterator[list[int]]:
+    while chunk := list(itertools.islice(seeds, _PER_PROCESS)):
+        yield chunk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import lowtide
 from lowtide.loss.attach import loss_of
 from tests.attack import chosen, drive, moody, ordinary, words
 from tests.attack.classes import CLASSES, NOT_YET
-from tests.attack.draw import EARLY_BY_PLAN, STATES, Draw, any_draw, drawn_from, judge, of_class
+from tests.attack.draw import EARLY_BY_PLAN, STATES, Draw, Verdict, any_draw, drawn_from, judge, of_class
 from tests.attack.habits import CORES, RARE_SIDES, SIDES, WORD_SIDES
 from tests.attack.models import TRAITS
 from tests.attack.now import TOKENS
@@ -204,6 +205,15 @@ def test_an_interrupted_run_says_where_to_go_on_and_leaves_no_process(tmp_path: 
     assert workers
     for worker in workers:
         assert not Path(f"/proc/{worker}").exists()
+
+
+def test_a_run_of_declared_sums_has_no_other_draws_and_goes_on_after_the_last() -> None:
+    tally = drive.Tally(0, 3, only_rows=True)
+    first = list(itertools.islice(tally.seeds(), 4))
+    assert first == [seed for seed in range(first[-1] + 1) if drawn_from(seed).rows]
+    for seed in first[:3]:
+        tally.add(seed, Verdict("equal"))
+    assert tally.next_seed == first[3]
 
 
 _DIES_AT_ONE = """
