@@ -126,7 +126,7 @@ def plan_cluster(
     tell = progress or (lambda _: None)
     config = question.config
     tell("listing layouts")
-    found, wrong = layouts(config, question.shape, question.batch, question.devices, question.cluster.node_devices)
+    found, wrong = layouts(question)
     if not found:
         assert wrong is not None
         key, text = wrong
@@ -238,7 +238,7 @@ class Planner:
             self._known[key] = {kind: make_layer(question, layout, kind) for kind in kinds}, {}
         layers, memory = self._known[key]
         stages, times = self._stages(layout, layers)
-        num_micro_batches = question.batch.num_micro_batches(layout)
+        num_micro_batches = question.num_micro_batches(layout)
         schedules = schedules_of(layout, num_micro_batches)
         schedule = schedules.schedule
         saved = [sum(layers[kind].saved_bytes for kind in stage.kinds) for stage in stages]
