@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_198,
+    "lines": 57_194,
     "files": 239,
     "classes": 459,
     "files that one other file imports": 34,
