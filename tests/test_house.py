@@ -64,12 +64,12 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_720,
+    "lines": 57_194,
     "files": 239,
-    "classes": 474,
+    "classes": 459,
     "files that one other file imports": 34,
-    "classes with more than 15 attributes": 11,
-    "class names that several classes have": 14,
+    "classes with more than 15 attributes": 10,
+    "class names that several classes have": 10,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,
 }

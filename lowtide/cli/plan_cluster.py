@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from lowtide.cli.waiting import Waiting
 from lowtide.cluster.export import export
-from lowtide.cluster.layout import Batch, Question
+from lowtide.cluster.layout import Question
 from lowtide.cluster.search import ClusterPlan, plan_cluster
 from lowtide.cluster.shape import shape_of
 from lowtide.cluster.sharded import NetworkStep, play_network, sharded_profile
@@ -102,12 +102,10 @@ def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
 
     return Question(
         shape=shape_of(model_config(settings)),
-        batch=Batch(
-            sequences=config.global_batch,
-            micro_batch=settings.train.batch_size,
-            accumulation=settings.train.grad_accumulation,
-            sequence_length=settings.data.sequence_length,
-        ),
+        sequences=config.global_batch,
+        micro_batch=settings.train.batch_size,
+        accumulation=settings.train.grad_accumulation,
+        sequence_length=settings.data.sequence_length,
         config=config,
         devices=devices,
         hardware=hardware,

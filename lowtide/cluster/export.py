@@ -179,7 +179,7 @@ def _word(value: bool) -> str:
 
 def megatron_lines(question: Question, plan: LayoutPlan, has_mindspeed: bool = False) -> Iterator[str]:
     """The arguments, one on a line."""
-    layout, batch, config = plan.layout, question.batch, question.config
+    layout, config = plan.layout, question.config
     is_v = layout.played_name in ("zb_v", "dualpipev")
     has_v = has_mindspeed and layout.played_name == "dualpipev"
     recomputed, offloaded, rest = _flags(decisions(plan))
@@ -210,8 +210,8 @@ def megatron_lines(question: Question, plan: LayoutPlan, has_mindspeed: bool = F
     if question.shape.experts is not None:
         yield f"--expert-model-parallel-size {layout.expert}"
         yield "--expert-tensor-parallel-size 1"
-    yield f"--micro-batch-size {batch.micro_batch}"
-    yield f"--global-batch-size {plan.num_micro_batches * layout.data * layout.copies * batch.micro_batch}"
+    yield f"--micro-batch-size {question.micro_batch}"
+    yield f"--global-batch-size {plan.num_micro_batches * layout.data * layout.copies * question.micro_batch}"
     if layout.optimizer_shards > 1:
         yield "--use-distributed-optimizer"
     if recomputed:

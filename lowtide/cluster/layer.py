@@ -296,7 +296,7 @@ class _Maker:
 
     def _attend(self, heads: float) -> None:
         question, shape, context = self.question, self.question.shape, self.layout.context
-        length = question.batch.sequence_length
+        length = question.sequence_length
         # Causal: half of the scores, and of their product with the values.
         flops = self.tokens * length * heads * (shape.key_width + shape.value_width)
         seconds = question.hardware.attention_seconds(flops, 0, "bfloat16", tokens=length)

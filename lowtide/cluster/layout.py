@@ -101,29 +101,16 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What one optimizer step takes in."""
-
-    sequences: int | None
-    """Over all devices; None: `micro_batch` x `accumulation` for each of the data ranks."""
-    micro_batch: int
-    """Sequences."""
-    accumulation: int
-    sequence_length: int
-
-    def num_micro_batches(self, layout: Layout) -> int:
-        """Of one pipeline, in the schedule that is played."""
-        if self.sequences is None:
-            return self.accumulation // layout.copies
-        return self.sequences // (layout.data * self.micro_batch * layout.copies)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What a cluster is planned for."""
 
     shape: ModelShape
-    batch: Batch
+    sequences: int | None
+    """Of a step of the optimizer, over all devices; None: `micro_batch` x `accumulation` for each data rank."""
+    micro_batch: int
+    """Sequences."""
+    accumulation: int
+    sequence_length: int
     config: ParallelConfig
     devices: int
     hardware: Hardware
@@ -137,9 +124,15 @@ class Question:
     optimizer: Literal["keep", "swap", "auto"] = "keep"
     """Where its state is between steps: on the device, on the host, or where the step is shorter."""
 
+    def num_micro_batches(self, layout: Layout) -> int:
+        """Of one pipeline, in the schedule that is played."""
+        if self.sequences is None:
+            return self.accumulation // layout.copies
+        return self.sequences // (layout.data * self.micro_batch * layout.copies)
+
     def tokens(self, layout: Layout) -> int:
         """Of a micro-batch on one rank, without what sequence parallelism splits further."""
-        return self.batch.micro_batch * self.batch.sequence_length // layout.context
+        return self.micro_batch * self.sequence_length // layout.context
 
     def residual_tokens(self, layout: Layout) -> int:
         """Of the residual stream and the norms."""
@@ -154,31 +147,32 @@ Fault = tuple[str, str]
 """The key of `parallel` that makes a layout impossible, and why it does."""
 
 
-def fault(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig, devices: int) -> Fault | None:
+def fault(layout: Layout, question: Question) -> Fault | None:
     """What is wrong first, or None."""
-    return next(_faults(layout, shape, batch, config, devices), None)
+    return next(_faults(layout, question), None)
 
 
-def _faults(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig, devices: int) -> Iterator[Fault]:
+def _faults(layout: Layout, question: Question) -> Iterator[Fault]:
     """Each is looked for only where those before it are not there."""
-    if layout.num_devices != devices:
+    if layout.num_devices != question.devices:
         product = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data}"
-        yield "data", f"{product} makes {layout.num_devices} devices, not {devices}; leave one of them out"
-    yield from _faults_of_model(layout, shape, batch, config)
-    yield from _faults_of_stages(layout, shape, config)
-    yield from _faults_of_batch(layout, batch)
+        yield "data", f"{product} makes {layout.num_devices} devices, not {question.devices}; leave one of them out"
+    yield from _faults_of_model(layout, question)
+    yield from _faults_of_stages(layout, question)
+    yield from _faults_of_batch(layout, question)
 
 
-def _faults_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: ParallelConfig) -> Iterator[Fault]:
-    tensor, experts = layout.tensor, shape.experts
+def _faults_of_model(layout: Layout, question: Question) -> Iterator[Fault]:
+    tensor, shape, config = layout.tensor, question.shape, question.config
+    experts = shape.experts
     key_heads = shape.heads if shape.latent is not None else shape.key_heads
     if shape.heads % tensor or (key_heads % tensor and tensor % key_heads):
         yield "tensor", f"{shape.heads} heads do not divide over {tensor} tensor ranks"
     if shape.inner % tensor:
         yield "tensor", f"an MLP of {shape.inner} columns does not divide over {tensor} tensor ranks"
     parts = layout.context * (tensor if config.sequence_parallel else 1)
-    if batch.sequence_length % parts:
-        yield "context", f"a sequence of {batch.sequence_length} tokens does not divide into {parts} parts"
+    if question.sequence_length % parts:
+        yield "context", f"a sequence of {question.sequence_length} tokens does not divide into {parts} parts"
     if experts is None and layout.expert > 1:
         yield "expert", f"'{shape.name}' has no experts to divide over {layout.expert} ranks; remove the key"
     if experts is not None:
@@ -196,7 +190,8 @@ def _faults_of_model(layout: Layout, shape: ModelShape, batch: Batch, config: Pa
         )
 
 
-def _faults_of_stages(layout: Layout, shape: ModelShape, config: ParallelConfig) -> Iterator[Fault]:
+def _faults_of_stages(layout: Layout, question: Question) -> Iterator[Fault]:
+    shape, config = question.shape, question.config
     if layout.pipeline % layout.copies:
         yield "pipeline", f"'dualpipe' needs an even number of pipeline ranks, not {layout.pipeline}"
     num_stages = layout.num_stages
@@ -216,16 +211,16 @@ def _faults_of_stages(layout: Layout, shape: ModelShape, config: ParallelConfig)
         yield "pipeline", f"{shape.num_layers} layers are too few for {num_stages} stages"
 
 
-def _faults_of_batch(layout: Layout, batch: Batch) -> Iterator[Fault]:
-    if batch.sequences is not None and batch.sequences % (layout.data * batch.micro_batch * layout.copies):
+def _faults_of_batch(layout: Layout, question: Question) -> Iterator[Fault]:
+    if question.sequences is not None and question.sequences % (layout.data * question.micro_batch * layout.copies):
         ways = layout.data * layout.copies
         yield (
             "global_batch",
-            f"{batch.sequences} sequences do not divide into micro-batches of {batch.micro_batch} on {ways} data ranks"
-            + (" (two copies a pipeline)" if layout.copies > 1 else ""),
+            f"{question.sequences} sequences do not divide into micro-batches of {question.micro_batch} on {ways} data "
+            "ranks" + (" (two copies a pipeline)" if layout.copies > 1 else ""),
         )
-    if batch.sequences is None and batch.accumulation % layout.copies:
-        yield "schedule", f"'dualpipe' needs an even number of micro-batches, not {batch.accumulation}"
+    if question.sequences is None and question.accumulation % layout.copies:
+        yield "schedule", f"'dualpipe' needs an even number of micro-batches, not {question.accumulation}"
     per_rank = SCHEDULES[layout.schedule].stages_per_rank
     if per_rank is not None and layout.interleave != per_rank:
         yield "interleave", f"'{layout.schedule}' has {per_rank} stages a rank, not {layout.interleave}"
@@ -233,9 +228,9 @@ def _faults_of_batch(layout: Layout, batch: Batch) -> Iterator[Fault]:
         yield "interleave", f"'{layout.schedule}' has 2 or more stages a rank, not {layout.interleave}"
     if layout.pipeline == 1 and layout.interleave > 1:
         yield "interleave", f"1 pipeline rank has no use for {layout.interleave} stages"
-    num_micro_batches = batch.num_micro_batches(layout)
+    num_micro_batches = question.num_micro_batches(layout)
     if num_micro_batches < 1:
-        yield "global_batch", f"{batch.sequences} sequences leave a pipeline without a micro-batch"
+        yield "global_batch", f"{question.sequences} sequences leave a pipeline without a micro-batch"
     ranks = layout.schedule_ranks
     num_played = layout.interleave * ranks * min(num_micro_batches, _MOST_ROUNDS * ranks)
     if num_played > MOST_FORWARDS:
@@ -304,14 +299,12 @@ def _made(name: str, num_ranks: int, interleave: int, num_micro_batches: int, pe
     return Schedules(make(num_micro_batches), make(num_micro_batches - per_round) if per_round else None)
 
 
-def layouts(
-    config: ParallelConfig, shape: ModelShape, batch: Batch, devices: int, node_devices: int
-) -> tuple[list[Layout], Fault | None]:
+def layouts(question: Question) -> tuple[list[Layout], Fault | None]:
     """All layouts that can be; and where there are none, what is wrong with the first that has the right size."""
     found: list[Layout] = []
     faults: list[Fault] = []
-    for layout in _candidates(config, shape, batch, devices, node_devices):
-        wrong = fault(layout, shape, batch, config, devices)
+    for layout in _candidates(question):
+        wrong = fault(layout, question)
         if wrong is None:
             found.append(layout)
         else:
@@ -319,18 +312,17 @@ def layouts(
     if found:
         return found, None
     if not faults:
-        written = ", ".join(f"{key} {value}" for key, value in config.pinned().items())
-        faults = [("devices", f"no sizes with {written} multiply to {devices} devices; leave one of them out")]
+        written = ", ".join(f"{key} {value}" for key, value in question.config.pinned().items())
+        faults = [("devices", f"no sizes with {written} multiply to {question.devices} devices; leave one of them out")]
     return found, next((wrong for wrong in faults if wrong[0] != "data"), faults[0])
 
 
-def _candidates(
-    config: ParallelConfig, shape: ModelShape, batch: Batch, devices: int, node_devices: int
-) -> Iterator[Layout]:
-    pinned = config.pinned()
+def _candidates(question: Question) -> Iterator[Layout]:
+    config, shape, devices = question.config, question.shape, question.devices
+    pinned, node_devices = config.pinned(), question.cluster.node_devices
     powers = [1 << power for power in range(node_devices.bit_length()) if 1 << power <= node_devices]
     tensors = [pinned["tensor"]] if "tensor" in pinned else powers
-    contexts = [1 << power for power in range(12) if batch.sequence_length >> power >= _LEAST_TOKENS] or [1]
+    contexts = [1 << power for power in range(12) if question.sequence_length >> power >= _LEAST_TOKENS] or [1]
     if "context" in pinned:
         contexts = [pinned["context"]]
     pipelines = [pinned["pipeline"]] if "pipeline" in pinned else _divisors(devices, shape.num_layers + 2)

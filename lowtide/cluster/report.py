@@ -110,18 +110,17 @@ def _rank_document(rank: PlannedRank) -> dict[str, Any]:
 
 def tokens_per_second(plan: LayoutPlan, question: Question) -> float:
     """Of the whole cluster."""
-    batch, layout = question.batch, plan.layout
-    sequences = plan.num_micro_batches * layout.copies * layout.data * batch.micro_batch
-    return sequences * batch.sequence_length / plan.step_seconds
+    layout = plan.layout
+    sequences = plan.num_micro_batches * layout.copies * layout.data * question.micro_batch
+    return sequences * question.sequence_length / plan.step_seconds
 
 
 def _title(question: Question) -> str:
-    batch = question.batch
-    sequences = f"{batch.sequences:,} sequences" if batch.sequences is not None else "sequences"
+    sequences = f"{question.sequences:,} sequences" if question.sequences is not None else "sequences"
     return (
         f"{question.shape.name}, {question.shape.num_parameters / 1e9:,.1f} B parameters, on {question.devices:,} x "
-        f"{question.hardware.name} (cluster {question.cluster.name}), {sequences} of {batch.sequence_length:,} tokens "
-        f"a step in micro-batches of {batch.micro_batch}"
+        f"{question.hardware.name} (cluster {question.cluster.name}), {sequences} of {question.sequence_length:,} "
+        f"tokens a step in micro-batches of {question.micro_batch}"
     )
 
 

@@ -18,6 +18,7 @@ Not covered: sizes that the module docstring of layout.py leaves out, and the si
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def plan_cluster(
     tell = progress or (lambda _: None)
     config = question.config
     tell("listing layouts")
-    found, wrong = layouts(config, question.shape, question.batch, question.devices, question.cluster.node_devices)
+    found, wrong = layouts(question)
     if not found:
         assert wrong is not None
         key, text = wrong
@@ -202,10 +203,9 @@ class Draft:
     tasks: tuple[RankAtWorst, ...]
     layers: Mapping[str, Layer]
     memory: Memory
-    gradients: float
-    optimizer: float
+    parts: Callable[[Sequence[StageTimes]], StepParts]
+    """Of the step, where stages take so long."""
     moved_bytes: int
-    transfer_seconds: float
     least_bytes: int
     least_seconds: float
 
@@ -238,7 +238,7 @@ class Planner:
             self._known[key] = {kind: make_layer(question, layout, kind) for kind in kinds}, {}
         layers, memory = self._known[key]
         stages, times = self._stages(layout, layers)
-        num_micro_batches = question.batch.num_micro_batches(layout)
+        num_micro_batches = question.num_micro_batches(layout)
         schedules = schedules_of(layout, num_micro_batches)
         schedule = schedules.schedule
         saved = [sum(layers[kind].saved_bytes for kind in stage.kinds) for stage in stages]
@@ -272,33 +272,28 @@ class Planner:
             tasks=tuple(tasks),
             layers=layers,
             memory=memory,
-            gradients=gradients,
-            optimizer=optimizer,
-            moved_bytes=moved_bytes,
-            transfer_seconds=hand_over_seconds(
-                question.cluster,
-                question.hand_over_bytes(layout),
-                stride=layout.tensor * layout.context * layout.data,
-                ranks=layout.pipeline,
+            parts=functools.partial(
+                step_parts,
+                schedules,
+                overlap_share=share,
+                num_micro_batches=num_micro_batches,
+                transfer_seconds=hand_over_seconds(
+                    question.cluster,
+                    question.hand_over_bytes(layout),
+                    stride=layout.tensor * layout.context * layout.data,
+                    ranks=layout.pipeline,
+                ),
+                gradients=gradients,
+                optimizer=optimizer,
             ),
+            moved_bytes=moved_bytes,
             least_bytes=max(least_bytes(task, layers) for task in tasks),
             least_seconds=num_micro_batches * pace + gradients + optimizer,
         )
 
     def sharper(self, draft: Draft) -> float:
         """A better bound than the first: with the schedule's own bubble."""
-        return self._parts(draft, draft.times).total
-
-    def _parts(self, draft: Draft, times: Sequence[StageTimes]) -> StepParts:
-        return step_parts(
-            schedules_of(draft.layout, draft.num_micro_batches),
-            times,
-            self.question.cluster.overlap_share,
-            draft.num_micro_batches,
-            transfer_seconds=draft.transfer_seconds,
-            gradients=draft.gradients,
-            optimizer=draft.optimizer,
-        )
+        return draft.parts(draft.times).total
 
     def plan(self, draft: Draft) -> LayoutPlan | None:
         """The layout with a plan for each rank; None: one of them does not fit."""
@@ -321,7 +316,8 @@ class Planner:
                     times[stage], recompute=plan.recompute_seconds[place], stall=plan.stall_seconds[place]
                 )
 
-        end = draft.gradients + draft.optimizer
+        parts = draft.parts(times)
+        end = parts.gradients + parts.optimizer
         again = [_all_again(time, stage, draft.layers) for time, stage in zip(draft.times, draft.stages, strict=True)]
         busiest = max(
             range(schedule.num_ranks), key=lambda rank: sum(times[stage].plain for stage in schedule.stages_of(rank))
@@ -330,9 +326,9 @@ class Planner:
             layout=draft.layout,
             num_micro_batches=draft.num_micro_batches,
             num_layers=tuple(len(stage.kinds) for stage in draft.stages),
-            parts=self._parts(draft, times),
-            full_recompute_seconds=self._parts(draft, again).total - end,
-            ceiling_seconds=self._parts(draft, draft.times).total - end,
+            parts=parts,
+            full_recompute_seconds=draft.parts(again).total - end,
+            ceiling_seconds=draft.parts(draft.times).total - end,
             exchange_seconds=draft.num_micro_batches
             * sum(2 * times[stage].exchange for stage in schedule.stages_of(busiest)),
             ranks=tuple(ranks),

@@ -28,7 +28,7 @@ def planned(asked: Question) -> dict[str, float]:
     """Every layout that fits, without any bound: name -> seconds. On the way, no bound is above the plan's time."""
     planner = Planner(asked)
     times = {}
-    for layout in layouts(asked.config, asked.shape, asked.batch, asked.devices, asked.cluster.node_devices)[0]:
+    for layout in layouts(asked)[0]:
         draft = planner.draft(layout)
         plan = planner.plan(draft)
         if plan is None:

@@ -138,7 +138,7 @@ def test_a_v_is_interleaved_in_megatron_and_a_v_in_mindspeed(tmp_path: Path) -> 
             "# - 'dualpipe': here 'dualpipev' on 2 ranks, each twice in data parallelism, which is the same"
             in files[system]
         )
-        sequences = whole.question.batch.sequences
+        sequences = whole.question.sequences
         assert f"--global-batch-size {sequences}" in files[system]
     (stages,) = [line for line in files["megatron"] if line.startswith("--pipeline-model-parallel-layout ")]
     assert stages.count("|") == 3 and "--overlap-moe-expert-parallel-comm" in files["megatron"]

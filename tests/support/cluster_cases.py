@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.cluster.layout import Batch, Layout, Question
+from lowtide.cluster.layout import Layout, Question
 from lowtide.cluster.shape import DENSE, MOE, Experts, ModelShape
 from lowtide.config.run import ParallelConfig
 from lowtide.core.fate import Fate
@@ -52,9 +52,10 @@ def question(
     """A question about 8 devices of an H100 cluster, unless something else is asked."""
     return Question(
         shape=shape,
-        batch=Batch(
-            sequences=sequences, micro_batch=micro_batch, accumulation=accumulation, sequence_length=sequence_length
-        ),
+        sequences=sequences,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        sequence_length=sequence_length,
         config=ParallelConfig(**parallel),
         devices=devices,
         hardware=load_hardware("h100"),
