@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_720,
+    "lines": 57_525,
     "files": 239,
-    "classes": 474,
+    "classes": 465,
     "files that one other file imports": 34,
-    "classes with more than 15 attributes": 11,
+    "classes with more than 15 attributes": 10,
     "class names that several classes have": 14,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,
