@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_525,
+    "lines": 57_522,
     "files": 239,
     "classes": 465,
     "files that one other file imports": 34,
