@@ -68,18 +68,18 @@ def make_problem(
     items_at = set(chosen)
     # Fixed nodes, and whether they are held for backward: a retained input that no recipe reads is not.
     fixed = {index: fates[index] != () for index in range(len(profile.nodes)) if index not in items_at}
-    ticks = _ticks(profile, starts, fixed, has_gradients)
+    base = op_base_bytes(profile, fixed, has_gradients=has_gradients)
     items = tuple(_items(profile, chosen, fates, starts, sends))
     num_forward = bisect.bisect_left(starts, profile.num_forward_ops)
     stops = _stop_ops(profile) | {profile.num_forward_ops}
     step = Step(
-        ticks=ticks,
+        ticks=_ticks(profile, starts, base),
         num_forward_ticks=num_forward,
         items=items,
         stops=tuple(tick for tick, start in enumerate(starts[:-1]) if start in stops),
         check_until=len(starts) - 1,
     )
-    held = _held(profile, starts[:num_forward], fixed, has_gradients)
+    held = _held(profile, starts[:num_forward], base)
     return Problem(profile=profile, step=step, nodes=tuple(chosen), starts=starts, why_fixed=why_fixed, held=held)
 
 
@@ -209,8 +209,7 @@ def _last_uses(profile: Profile) -> dict[str, int]:
     return uses
 
 
-def _ticks(profile: Profile, starts: Sequence[int], fixed: Mapping[int, bool], has_gradients: bool) -> tuple[Tick, ...]:
-    base = op_base_bytes(profile, fixed, has_gradients=has_gradients)
+def _ticks(profile: Profile, starts: Sequence[int], base: np.ndarray) -> tuple[Tick, ...]:
     seconds = np.asarray(profile.op_seconds)
     first = list(starts[:-1])
     peaks = np.maximum.reduceat(base, first)
@@ -221,17 +220,15 @@ def _ticks(profile: Profile, starts: Sequence[int], fixed: Mapping[int, bool], h
         Tick(seconds=float(s), base_bytes=int(b), name=profile.op_names[op])
         for s, b, op in zip(sums, peaks, largest, strict=True)
     ]
-    state = profile.state
-    after = state.parameters + state.buffers + state.optimizer + state.gradients + state.optimizer_temporaries
-    after += state.inputs + state.others + state.rounding
+    after = state_bytes(profile, has_gradients=True) + profile.state.optimizer_temporaries
     # The optimizer's own step: no time of this micro-batch, but bytes that must fit. The loop has its batch still.
     return (*ticks, Tick(seconds=0.0, base_bytes=after, name="the step of the optimizer"))
 
 
-def _held(profile: Profile, first: Sequence[int], fixed: Mapping[int, bool], has_gradients: bool) -> tuple[int, ...]:
-    base = op_base_bytes(profile, fixed, has_gradients=has_gradients) - np.asarray(profile.op_bytes, dtype=np.int64)
+def _held(profile: Profile, first: Sequence[int], base: np.ndarray) -> tuple[int, ...]:
+    kept = base[: profile.num_forward_ops] - np.asarray(profile.op_bytes[: profile.num_forward_ops], dtype=np.int64)
     staying = sum(entry.nbytes for entry in profile.staying)
-    ticks = np.maximum.reduceat(base[: profile.num_forward_ops], list(first)) + staying if first else ()
+    ticks = np.maximum.reduceat(kept, list(first)) + staying if first else ()
     return tuple(int(nbytes) for nbytes in ticks)
 
 
