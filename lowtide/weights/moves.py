@@ -39,6 +39,7 @@ use, and when (swap.py).
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 import warnings
@@ -288,6 +289,9 @@ class WeightMoves:
         if not _has_others(storage, num_own):
             return False
         if not self._has_warned:
+            gc.collect()  # an error's frames hold what nobody can reach any more
+            if not _has_others(storage, num_own):
+                return False
             self._has_warned = True
             where = f"the {_tier(item)}" if item.is_away else self.device
             warnings.warn(
@@ -366,7 +370,7 @@ class WeightMoves:
     def bring(self, items: Iterable[Movable]) -> None:
         """Have these items on the device, out of turn."""
         with self.lock, quiet():
-            self._bring(tuple(items))
+            self._bring(tuple(item for item in items if item.slot is not None))  # a copied module outlives `remove()`
 
     def arrive(self) -> None:
         """Have what is on its way arrive: the loop's own code runs next, and what it writes through `.data` would go to
