@@ -178,7 +178,7 @@ def plan_cluster(
         elif stage == 0:
             tell("playing schedules for sharper bounds")
             heapq.heappush(waiting, (max(bound, planner.sharper(entry)), 1, name, entry))
-        elif num_planned >= most_planned and _has_plan(plans, waiting):
+        elif num_planned >= most_planned and (plans or any(isinstance(each, LayoutPlan) for *_, each in waiting)):
             unplanned.append(bound)
         else:
             num_planned += 1
@@ -198,10 +198,6 @@ def plan_cluster(
         num_planned=num_planned,
         unplanned_seconds=min(unplanned, default=None),
     )
-
-
-def _has_plan(plans: list[LayoutPlan], waiting: list[tuple[float, int, str, Draft | LayoutPlan]]) -> bool:
-    return bool(plans) or any(isinstance(entry, LayoutPlan) for *_, entry in waiting)
 
 
 def _nothing_fits(question: Question, drafts: list[Draft]) -> ConfigError:

@@ -29,6 +29,7 @@ Not covered: a link that both directions share, a third tier, collectives, and w
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -155,9 +156,6 @@ class _Clock:
         self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
         self.items = self.swapped.tolist()
         self.needs = lifetimes.need[self.swapped].tolist()
-        # By need; among equals the one that was produced last comes first.
-        by_need = (-self.swapped, -arrays.born[self.swapped], lifetimes.need[self.swapped])
-        self.fetch_order = np.lexsort(by_need).tolist()
         self.evict_by: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
         own_bytes, visits = arrays.nbytes[self.swapped], arrays.visit_bytes[self.swapped]
         leave_bytes = arrays.leave_bytes[self.swapped]
@@ -223,6 +221,11 @@ class _Clock:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def fetch_order(self) -> list[int]:
+        """Positions by need; among equals the one that was produced last comes first."""
+        return np.lexsort((-self.swapped, -self.arrays.born[self.swapped], self.lifetimes.need[self.swapped])).tolist()
+
     def choose_fetches(self, curve: Ints, budget_bytes: int | None) -> Ints:
         """The tick at which each fetch is issued. Adds to `curve` what is there before it is needed."""
         arrays = self.arrays
@@ -254,14 +257,12 @@ class _Clock:
     def _latest_ticks(self, order: list[int], needs: list[int]) -> list[int]:
         """In `order`: the last tick that starts early enough for all that comes after it in the lane."""
         num_forward = self.arrays.step.num_forward_ticks
-        copy_seconds = (self.in_seconds * (1.0 + self.slack)).tolist()
-        starts = self._nominal_starts()
-        start_of = starts.tolist()
+        copy_seconds, starts = (self.in_seconds * (1.0 + self.slack)).tolist(), self._nominal_starts().tolist()
         latest = [0.0] * len(order)
         following = math.inf
         for place in range(len(order) - 1, -1, -1):
             position = order[place]
-            following = min(following, start_of[needs[position] - num_forward]) - copy_seconds[position]
+            following = min(following, starts[needs[position] - num_forward]) - copy_seconds[position]
             latest[place] = following
         ticks = np.maximum(np.searchsorted(starts, latest, side="right") - 1, 0) + num_forward
         stops = self.arrays.last_stop[ticks]
