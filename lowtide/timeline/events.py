@@ -155,7 +155,6 @@ class _Clock:
         swapped = np.flatnonzero(lifetimes.is_swapped)
         self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
         self.items = self.swapped.tolist()
-        self.needs = lifetimes.need[self.swapped].tolist()
         self.evict_by: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
         own_bytes, visits = arrays.nbytes[self.swapped], arrays.visit_bytes[self.swapped]
         leave_bytes = arrays.leave_bytes[self.swapped]
@@ -230,7 +229,7 @@ class _Clock:
         """The tick at which each fetch is issued. Adds to `curve` what is there before it is needed."""
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
-        order, needs = self.fetch_order, self.needs
+        order, needs = self.fetch_order, self.lifetimes.need[self.swapped].tolist()
         wanted = self._latest_ticks(order, needs)
         nbytes, dies = arrays.nbytes[self.swapped].tolist(), arrays.dies[self.swapped].tolist()
         visits, free = (arrays.visit_bytes[self.swapped] > 0).tolist(), arrays.fetch_from[self.swapped].tolist()
@@ -279,7 +278,8 @@ class _Clock:
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
         assert np.all((prefetch_ticks >= num_forward) & (prefetch_ticks <= self.lifetimes.need[self.swapped]))
-        order, needs, issues = self.fetch_order, self.needs, prefetch_ticks.tolist()
+        order, issues = self.fetch_order, prefetch_ticks.tolist()
+        needs = self.lifetimes.need[self.swapped].tolist()
         np.add.at(self.contention, prefetch_ticks, (self.in_seconds + self.after_seconds) * self.link.compute_share)
         starts = self._nominal_starts().tolist()
         # What waits for a place lets others pass.
