@@ -154,7 +154,6 @@ class _Clock:
         self.events: list[Event] = []
         swapped = np.flatnonzero(lifetimes.is_swapped)
         self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
-        self.items = self.swapped.tolist()
         self.evict_by: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
         own_bytes, visits = arrays.nbytes[self.swapped], arrays.visit_bytes[self.swapped]
         leave_bytes = arrays.leave_bytes[self.swapped]
@@ -179,7 +178,7 @@ class _Clock:
         assert fixed is None or np.all((fixed > arrays.saved[self.swapped]) & (fixed <= num_forward))
         saved = arrays.saved[self.swapped].tolist()
         nbytes, copy_seconds = arrays.nbytes[self.swapped].tolist(), self.out_seconds.tolist()
-        visitors = _Visitors(self)
+        items, visitors = self.swapped.tolist(), _Visitors(self)
         durations = (arrays.seconds + self.contention)[:num_forward].tolist()
         # From this tick on only autograd holds it.
         idle = earliest_evict(arrays)[self.swapped]
@@ -193,7 +192,7 @@ class _Clock:
             if due is not None:
                 for position in due[tick]:
                     self.evict_by[position] = tick
-                    self.wait_for(landed[position], self.items[position])
+                    self.wait_for(landed[position], items[position])
             elif tick in coming.room:
                 coming.enter(tick, saved, nbytes)
                 while coming.waiting:
@@ -203,7 +202,7 @@ class _Clock:
                         break
                     coming.leave(nbytes)
                     self.evict_by[position] = tick
-                    self.wait_for(landed[position], self.items[position])
+                    self.wait_for(landed[position], items[position])
             if tick in visitors.ticks:
                 visitors.come(tick)
             if self.with_events:
@@ -213,10 +212,10 @@ class _Clock:
                 start = lane_free if lane_free > self.now else self.now
                 lane_free = landed[next_out] = start + copy_seconds[next_out]
                 if self.with_events:
-                    self.note("out", self.items[next_out], start, lane_free)
+                    self.note("out", items[next_out], start, lane_free)
                 next_out += 1
         if landed:
-            self.wait_for(lane_free, self.items[-1])
+            self.wait_for(lane_free, items[-1])
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -278,7 +277,7 @@ class _Clock:
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
         assert np.all((prefetch_ticks >= num_forward) & (prefetch_ticks <= self.lifetimes.need[self.swapped]))
-        order, issues = self.fetch_order, prefetch_ticks.tolist()
+        order, items, issues = self.fetch_order, self.swapped.tolist(), prefetch_ticks.tolist()
         needs = self.lifetimes.need[self.swapped].tolist()
         np.add.at(self.contention, prefetch_ticks, (self.in_seconds + self.after_seconds) * self.link.compute_share)
         starts = self._nominal_starts().tolist()
@@ -298,23 +297,23 @@ class _Clock:
                 start = lane_free if lane_free > start else start
                 lane_free = arrived[issued] = start + copy_seconds[issued]
                 if self.with_events:
-                    self.note("in", self.items[issued], start, lane_free)
+                    self.note("in", items[issued], start, lane_free)
                 next_in += 1
             planned = starts[need - num_forward]
             self.now = shift + planned
             if arrived[position] > self.now:
-                self.wait_for(arrived[position], self.items[position])
+                self.wait_for(arrived[position], items[position])
             if after_seconds[position]:
                 start = out_free if out_free > self.now else self.now
                 out_free = start + after_seconds[position]
                 if self.with_events:
-                    self.note("out", self.items[position], start, out_free)
+                    self.note("out", items[position], start, out_free)
             shift = self.now - planned
             shifts.append((need, shift))
         durations = (arrays.seconds + self.contention + self.made_seconds)[num_forward:]
         self.now = shift + float(durations.sum())
         if len(arrays.for_forward) and order:
-            self.wait_for(out_free, self.items[order[-1]])
+            self.wait_for(out_free, items[order[-1]])
         if self.with_events:
             self._note_backward(starts, shifts)
 
