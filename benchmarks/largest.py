@@ -12,8 +12,9 @@ It is asked twice: of forward and backward alone, and of a model whose vocabular
 slices, with an optimizer whose state counts and which lowtide may move (`memory.optimizer: auto`). `--vocabulary` or
 `--optimizer` ask one question of one's own instead.
 
-Reported: the size, its ratio to plain's, the peak there, the time of one step there, how many sizes were tried;
-of lowtide also whether the loss was taken in slices, and how many bytes of the optimizer's state were moved.
+Reported: the size, its ratio to plain's, the peak there, the time of one step there and of a token of it, how many
+sizes were tried; of lowtide also whether the loss was taken in slices, and how many bytes of the optimizer's state were
+moved.
 Not covered: fragmentation (a real device may run out of memory below the budget); the driver's own memory.
 """
 
@@ -48,6 +49,7 @@ WHOLE_STEPS = (16384, "adamw")
 OF_IMAGES = ("vit", "unet")
 VARIANTS: list[Variant] = [
     ("layer checkpointing", None),
+    (methods.TILED, None),
     ("selective: matmuls kept", None),
     ("selective: attention kept", None),
     ("save_on_cpu", None),
@@ -101,6 +103,7 @@ def run_measure(
             budget = answer["peak_bytes"]
         if answer is not None:
             row |= {"budget_bytes": budget, "ratio_median": answer["size"] / start}
+            row["tokens"] = case.shape["batch"] * case.shape["sequence"] // start * answer["size"]
         rows.add(row)
         say(f"  {name}: {row.get('size') or row['error']}")
 
@@ -157,7 +160,8 @@ def _next_size(
 def table(rows: Any) -> str:
     """The rows for people."""
     lines = [
-        f"{'method':<34}{'x plain':>9}{'size':>8}{'peak MiB':>10}{'budget':>8}{'s/step':>8}  equal  loss    moved MiB"
+        f"{'method':<34}{'x plain':>9}{'size':>8}{'peak MiB':>10}{'budget':>8}{'s/step':>8}{'ms/token':>10}"
+        "  equal  loss    moved MiB"
     ]
     before = None
     for row in rows:
@@ -169,9 +173,10 @@ def table(rows: Any) -> str:
             lines.append(f"{row['title']:<34}  {row['error']}")
             continue
         equal = {True: "yes", False: "no", None: "unknown"}[row["is_equal"]]
+        token = f"{1000 * row['seconds'] / row['tokens']:.2f}" if "tokens" in row else ""
         lines.append(
             f"{row['title']:<34}{row['ratio_median']:>9.2f}{row['size']:>8}{row['peak_bytes'] / MIB:>10.0f}"
-            f"{row['budget_bytes'] / MIB:>8.0f}{row['seconds']:>8.2f}  {equal:<7}{row.get('loss', ''):<8}"
+            f"{row['budget_bytes'] / MIB:>8.0f}{row['seconds']:>8.2f}{token:>10}  {equal:<7}{row.get('loss', ''):<8}"
             + (f"{row['state_bytes_moved'] / MIB:>8.0f}" if row.get("state_bytes_moved") is not None else "")
         )
     return "\n".join(lines)

@@ -19,11 +19,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.children import CannotRunError
 from benchmarks.peaks import Running
 from benchmarks.subjects import Subject
+
+TILED = "tiled MLP + chunked loss by hand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,43 @@ def _operators(kept: str) -> list[Any]:
     return [*attention, *products, *([grouped.default] if grouped is not None else [])]
 
 
+BLOCK_ROWS = 512
+"""Of what is in blocks, or tiles: as many as the batch has that sets the budget of `largest` on a CPU."""
+
+
+def _tiled_by_hand(subject: Subject, setting: float | None, budget_bytes: int | None) -> Running:
+    """What people write for long sequences: every layer checkpointed, in it the MLP in tiles of rows with a checkpoint
+    each, and head and loss in chunks. Not plain's bits: a weight's gradient is added up over tiles."""
+    import torch
+    import torch.nn.functional as F
+    from torch.utils.checkpoint import checkpoint
+
+    decoder, head = (getattr(subject.model, name, None) for name in ("model", "lm_head"))
+    layers = subject.checkpointable()
+    if decoder is None or head is None or not all(hasattr(layer, "mlp") for layer in layers):
+        raise CannotRunError("is written for models with model, lm_head and layers with an mlp, such as llama")
+
+    def tiled(whole: Callable[[Any], Any], x: Any) -> Any:
+        tiles = x.flatten(0, -2).split(BLOCK_ROWS)
+        return torch.cat([checkpoint(whole, tile, use_reentrant=False) for tile in tiles]).view_as(x)
+
+    def loss_of(rows: Any, words: Any) -> Any:
+        return F.cross_entropy(head(rows).float(), words, reduction="sum")
+
+    def forward(input_ids: Any, labels: Any) -> Any:
+        hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state.flatten(0, -2)
+        words = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+        chunks = zip(hidden.split(BLOCK_ROWS), words.split(BLOCK_ROWS), strict=True)
+        losses = [checkpoint(loss_of, *chunk, use_reentrant=False) for chunk in chunks]
+        return SimpleNamespace(loss=torch.stack(losses).sum() / (words != -100).sum())
+
+    for layer in layers:
+        layer.mlp.forward = functools.partial(tiled, layer.mlp.forward)
+    subject.model.activation_checkpointing_enable()
+    subject.forward = forward
+    return Running()
+
+
 def _checkpoint_by(contexts: Callable[[], Any]) -> Callable[..., Any]:
     from torch.utils.checkpoint import checkpoint
 
@@ -267,10 +307,6 @@ def _trl(subject: Subject, setting: float | None, budget_bytes: int | None) -> R
 
 
 # -- lowtide -----------------------------------------------------------------------------------------------------------
-
-
-BLOCK_ROWS = 512
-"""Of head and loss, where they are in blocks: as many as the batch has that sets the budget of `largest` on a CPU."""
 
 
 def _lowtide(subject: Subject, setting: float | None, budget_bytes: int | None, **declared: Any) -> Running:
@@ -352,6 +388,13 @@ METHODS: Mapping[str, Method] = {
         Method("fewest layers that fit", _fewest_layers, ("transformers",), needs_budget=True, limit_factor=2),
         Method("selective: matmuls kept", functools.partial(_selective, kept="matmuls"), ("torch", "transformers")),
         Method("selective: attention kept", functools.partial(_selective, kept="attention"), ("torch", "transformers")),
+        Method(
+            TILED,
+            _tiled_by_hand,
+            ("torch", "transformers"),
+            is_exact=False,
+            note=f"layers checkpointed; MLP, head and loss in tiles of {BLOCK_ROWS} rows: near plain's gradients",
+        ),
         Method("save_on_cpu", _save_on_cpu, ("torch",)),
         Method("torchtune offloading", _torchtune, ("torchtune", "torchao")),
         Method("trl offloading", _trl, ("trl",)),

@@ -74,7 +74,8 @@ class SlicedLoss:
             return self._loss_of(self.blocks.loss_of(logits), labels, **more)
         shifted = more.get("shift_labels") if self._shifts else None
         read = labels if shifted is None else shifted
-        self.was_sliced = self._is_worth(logits, vocab_size) and self._covers(logits, read, vocab_size)
+        is_worth = saves_memory(logits.numel() // vocab_size, vocab_size, torch.float32)
+        self.was_sliced = is_worth and self._covers(logits, read, vocab_size)
         if not self.was_sliced:
             return self._plain(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         return self._sliced(logits, labels, vocab_size, **more)
@@ -121,9 +122,6 @@ class SlicedLoss:
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss / num_items_in_batch
-
-    def _is_worth(self, logits: torch.Tensor, vocab_size: int) -> bool:
-        return saves_memory(logits.numel() // vocab_size, vocab_size, torch.float32)
 
     def _covers(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> bool:
         if isinstance(logits, FakeTensor):

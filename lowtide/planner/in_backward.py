@@ -133,9 +133,6 @@ class UpdatesInBackward(StateShares):
         ratio = self.bytes_per_gradient_byte
         return closed_buckets(profile, int(self.bucket_bytes / ratio) if ratio else self.bucket_bytes)
 
-    def _stays(self, gradient_bytes: int) -> bool:
-        return self.large_bytes is not None and gradient_bytes > self.large_bytes
-
     def here(self, profile: Profile, *, has_gradients: bool = False) -> Profile:
         """The step with no more than buckets and the gradients in flight. `has_gradients`: those that the last step
         left are there as zeros."""
@@ -168,7 +165,8 @@ class UpdatesInBackward(StateShares):
         closed = [(bisect.bisect_right(starts, op) - 1, nbytes) for op, nbytes in self._closed(profile)]
         left = int(_new_gradients(profile).sum()) - sum(nbytes for _, nbytes in closed)
         all_of_them = (*closed, (last, left))
-        buckets = [(need, round(ratio * nbytes)) for need, nbytes in all_of_them if not self._stays(nbytes)]
+        most = math.inf if self.large_bytes is None else self.large_bytes
+        buckets = [(need, round(ratio * nbytes)) for need, nbytes in all_of_them if nbytes <= most]
         gradients = np.flatnonzero(_new_gradients(profile))
         first = bisect.bisect_left(starts, gradients[0] + 1) if len(gradients) else last
         items: list[Item] = []
@@ -311,12 +309,8 @@ def _first_ops(names: Sequence[str], layers: Sequence[str], start: int) -> dict[
     """Of each layer the number of its first operator among these, in their order."""
     known = set(layers)
     found: dict[str, int] = {}
-    seen: set[str] = set()
     for number, name in enumerate(names, start):
-        path = name.rpartition(".")[0]
-        if path in seen:
-            continue
-        seen.add(path)
+        path = name
         while path and path not in known:
             path = path.rpartition(".")[0]
         if path:

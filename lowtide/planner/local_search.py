@@ -208,18 +208,14 @@ def _evictions(evaluator: Evaluator, fates: list[Fate]) -> list[Move]:
     # What is made needs room for its recipe, and keeps its inputs there.
     others: list[tuple[int, int, int, Move]] = []
     for index in np.flatnonzero(lifetimes.is_made & (lifetimes.need <= tick) & (tick < lifetimes.release)).tolist():
-        sources = _made_from(items, fates, index)
+        form = items[index].form
+        sources = items[index].inputs if form is None or fates[form] is Fate.RECOMPUTE else (form,)
         freed = sum(int(arrays.nbytes[source]) for source in sources if arrays.first_read[source] > tick)
         if freed or lifetimes.need[index] == tick:
             here = [way for way in ways(items, index) if any(fates[changed] is not fate for changed, fate in way)]
             others += [(-freed, index, number, way) for number, way in enumerate(here)]
     others.sort(key=operator.itemgetter(0, 1, 2))
     return [way for *_, way in (*changes, *others)]
-
-
-def _made_from(items: Sequence[Item], fates: Sequence[Fate], index: int) -> tuple[int, ...]:
-    form = items[index].form
-    return items[index].inputs if form is None or fates[form] is Fate.RECOMPUTE else (form,)
 
 
 def _returns(evaluator: Evaluator, fates: list[Fate]) -> list[Move]:

@@ -214,6 +214,7 @@ def _plan_of(
     sites = decisions(problem, own_fates, timeline.evict_by, timeline.prefetch_at, reasons)
     codec_seconds = sum(site.codec.seconds for site in sites if site.codec is not None)
     made_seconds = timeline.recompute_seconds - codec_seconds - on_its_way.streamed
+    source = "bytes traced without a device, times by roofline of" if profile.is_fake else "bytes and times observed on"
     prediction = Prediction(
         peak_bytes=timeline.peak_bytes,
         step_seconds=found.step_seconds + on_its_way.shared - on_its_way.played,
@@ -231,7 +232,7 @@ def _plan_of(
         page_fault_seconds=found.page_fault_seconds,
         limit_bytes=found.limit_bytes,
         swap_excess_seconds=excess_seconds,
-        certainty=_certainty(profile),
+        certainty=f"{source} {profile.device}",
     )
     shares, there, slot_bytes = found.way.shares, None, 0
     frees_gradients = shares is not None and shares.frees_gradients
@@ -300,12 +301,6 @@ def _dropped(question: Question, found: Found) -> Iterator[SiteDecision]:
         cost = 0.0 if node.layer in charged else call_seconds(profile, node.layer, question.layer_seconds)
         charged.add(node.layer)
         yield SiteDecision.of(node, Fate.RECOMPUTE, "its layer runs again", cost_seconds=cost)
-
-
-def _certainty(profile: Profile) -> str:
-    if profile.is_fake:
-        return f"bytes traced without a device, times by roofline of {profile.device}"
-    return f"bytes and times observed on {profile.device}"
 
 
 def _reason(item: Item, fate: Fate, why_fixed: str) -> str:

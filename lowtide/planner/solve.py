@@ -178,15 +178,10 @@ def _programmed(evaluator: Evaluator, pool: list[Outcome], beats: float) -> tupl
         pool += roundings(evaluator, shares)
         if shares.bound_seconds >= _least(pool).seconds:
             break  # a larger reserve costs more than rounding does
-    return bound, _polished(evaluator, pool, bound)
-
-
-def _polished(evaluator: Evaluator, pool: list[Outcome], bound: float) -> Outcome:
-    """Search from the best of the pool."""
     best = _least(pool)
-    if _is_good(best, bound) or evaluator.is_late:
-        return best
-    return improve(evaluator, best, max_plays=4_000 if len(best.fates) <= SMALL else 200)
+    if not _is_good(best, bound) and not evaluator.is_late:
+        best = improve(evaluator, best, max_plays=4_000 if len(best.fates) <= SMALL else 200)
+    return bound, best
 
 
 def _least(outcomes: Iterable[Outcome]) -> Outcome:

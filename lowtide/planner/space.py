@@ -323,7 +323,9 @@ class Way:
     @property
     def swap_price_seconds(self) -> float:
         """What each plan of it takes beside its program for memory that is taken again."""
-        return self.question.page_fault_seconds if self.must_swap or self._pays_for_swaps else 0.0
+        own = self.problem.step.items[: len(self.problem.nodes)]
+        must_swap = any(item.fates == (Fate.SWAP,) for item in own)
+        return self.question.page_fault_seconds if must_swap or self._pays_for_swaps else 0.0
 
     @functools.cached_property
     def _price_seconds(self) -> float:
@@ -338,12 +340,6 @@ class Way:
     @property
     def _pays_for_swaps(self) -> bool:
         return self.may_swap and len(self.question.with_swap) > 1
-
-    @property
-    def must_swap(self) -> bool:
-        """Whether rules leave nothing else to some storage."""
-        own = self.problem.step.items[: len(self.problem.nodes)]
-        return any(item.fates == (Fate.SWAP,) for item in own)
 
     def bound_seconds(self, budget_bytes: int) -> float:
         """No plan of this way within the budget is faster."""

@@ -29,6 +29,7 @@ Not covered: a link that both directions share, a third tier, collectives, and w
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -153,11 +154,6 @@ class _Clock:
         self.events: list[Event] = []
         swapped = np.flatnonzero(lifetimes.is_swapped)
         self.swapped = swapped[np.argsort(arrays.saved[swapped], kind="stable")]
-        self.items = self.swapped.tolist()
-        self.needs = lifetimes.need[self.swapped].tolist()
-        # By need; among equals the one that was produced last comes first.
-        by_need = (-self.swapped, -arrays.born[self.swapped], lifetimes.need[self.swapped])
-        self.fetch_order = np.lexsort(by_need).tolist()
         self.evict_by: list[int] = [arrays.step.num_forward_ticks] * len(swapped)
         own_bytes, visits = arrays.nbytes[self.swapped], arrays.visit_bytes[self.swapped]
         leave_bytes = arrays.leave_bytes[self.swapped]
@@ -182,7 +178,7 @@ class _Clock:
         assert fixed is None or np.all((fixed > arrays.saved[self.swapped]) & (fixed <= num_forward))
         saved = arrays.saved[self.swapped].tolist()
         nbytes, copy_seconds = arrays.nbytes[self.swapped].tolist(), self.out_seconds.tolist()
-        visitors = _Visitors(self)
+        items, visitors = self.swapped.tolist(), _Visitors(self)
         durations = (arrays.seconds + self.contention)[:num_forward].tolist()
         # From this tick on only autograd holds it.
         idle = earliest_evict(arrays)[self.swapped]
@@ -196,7 +192,7 @@ class _Clock:
             if due is not None:
                 for position in due[tick]:
                     self.evict_by[position] = tick
-                    self.wait_for(landed[position], self.items[position])
+                    self.wait_for(landed[position], items[position])
             elif tick in coming.room:
                 coming.enter(tick, saved, nbytes)
                 while coming.waiting:
@@ -206,7 +202,7 @@ class _Clock:
                         break
                     coming.leave(nbytes)
                     self.evict_by[position] = tick
-                    self.wait_for(landed[position], self.items[position])
+                    self.wait_for(landed[position], items[position])
             if tick in visitors.ticks:
                 visitors.come(tick)
             if self.with_events:
@@ -216,18 +212,23 @@ class _Clock:
                 start = lane_free if lane_free > self.now else self.now
                 lane_free = landed[next_out] = start + copy_seconds[next_out]
                 if self.with_events:
-                    self.note("out", self.items[next_out], start, lane_free)
+                    self.note("out", items[next_out], start, lane_free)
                 next_out += 1
         if landed:
-            self.wait_for(lane_free, self.items[-1])
+            self.wait_for(lane_free, items[-1])
 
     # -- backward --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def fetch_order(self) -> list[int]:
+        """Positions by need; among equals the one that was produced last comes first."""
+        return np.lexsort((-self.swapped, -self.arrays.born[self.swapped], self.lifetimes.need[self.swapped])).tolist()
 
     def choose_fetches(self, curve: Ints, budget_bytes: int | None) -> Ints:
         """The tick at which each fetch is issued. Adds to `curve` what is there before it is needed."""
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
-        order, needs = self.fetch_order, self.needs
+        order, needs = self.fetch_order, self.lifetimes.need[self.swapped].tolist()
         wanted = self._latest_ticks(order, needs)
         nbytes, dies = arrays.nbytes[self.swapped].tolist(), arrays.dies[self.swapped].tolist()
         visits, free = (arrays.visit_bytes[self.swapped] > 0).tolist(), arrays.fetch_from[self.swapped].tolist()
@@ -254,14 +255,12 @@ class _Clock:
     def _latest_ticks(self, order: list[int], needs: list[int]) -> list[int]:
         """In `order`: the last tick that starts early enough for all that comes after it in the lane."""
         num_forward = self.arrays.step.num_forward_ticks
-        copy_seconds = (self.in_seconds * (1.0 + self.slack)).tolist()
-        starts = self._nominal_starts()
-        start_of = starts.tolist()
+        copy_seconds, starts = (self.in_seconds * (1.0 + self.slack)).tolist(), self._nominal_starts().tolist()
         latest = [0.0] * len(order)
         following = math.inf
         for place in range(len(order) - 1, -1, -1):
             position = order[place]
-            following = min(following, start_of[needs[position] - num_forward]) - copy_seconds[position]
+            following = min(following, starts[needs[position] - num_forward]) - copy_seconds[position]
             latest[place] = following
         ticks = np.maximum(np.searchsorted(starts, latest, side="right") - 1, 0) + num_forward
         stops = self.arrays.last_stop[ticks]
@@ -278,7 +277,8 @@ class _Clock:
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
         assert np.all((prefetch_ticks >= num_forward) & (prefetch_ticks <= self.lifetimes.need[self.swapped]))
-        order, needs, issues = self.fetch_order, self.needs, prefetch_ticks.tolist()
+        order, items, issues = self.fetch_order, self.swapped.tolist(), prefetch_ticks.tolist()
+        needs = self.lifetimes.need[self.swapped].tolist()
         np.add.at(self.contention, prefetch_ticks, (self.in_seconds + self.after_seconds) * self.link.compute_share)
         starts = self._nominal_starts().tolist()
         # What waits for a place lets others pass.
@@ -297,23 +297,23 @@ class _Clock:
                 start = lane_free if lane_free > start else start
                 lane_free = arrived[issued] = start + copy_seconds[issued]
                 if self.with_events:
-                    self.note("in", self.items[issued], start, lane_free)
+                    self.note("in", items[issued], start, lane_free)
                 next_in += 1
             planned = starts[need - num_forward]
             self.now = shift + planned
             if arrived[position] > self.now:
-                self.wait_for(arrived[position], self.items[position])
+                self.wait_for(arrived[position], items[position])
             if after_seconds[position]:
                 start = out_free if out_free > self.now else self.now
                 out_free = start + after_seconds[position]
                 if self.with_events:
-                    self.note("out", self.items[position], start, out_free)
+                    self.note("out", items[position], start, out_free)
             shift = self.now - planned
             shifts.append((need, shift))
         durations = (arrays.seconds + self.contention + self.made_seconds)[num_forward:]
         self.now = shift + float(durations.sum())
         if len(arrays.for_forward) and order:
-            self.wait_for(out_free, self.items[order[-1]])
+            self.wait_for(out_free, items[order[-1]])
         if self.with_events:
             self._note_backward(starts, shifts)
 

@@ -57,11 +57,11 @@ def test_an_optimizer_of_rate_0_changes_no_weight_and_its_state_is_there() -> No
 
 def test_the_table_says_whether_the_loss_was_sliced_and_what_was_moved() -> None:
     row = {"model": "llama", "measure": "batch", "title": "plain", "error": None, "is_equal": True, "size": 4}
-    row |= {"ratio_median": 1.0, "peak_bytes": 2**30, "budget_bytes": 2**30, "seconds": 1.0}
+    row |= {"ratio_median": 1.0, "peak_bytes": 2**30, "budget_bytes": 2**30, "seconds": 1.0, "tokens": 400}
     ours = row | {"title": "lowtide", "size": 6, "ratio_median": 1.5, "loss": "sliced", "state_bytes_moved": 14 * 2**20}
     whole = row | {"vocabulary": 16384, "optimizer": "adamw"}
     header, first, plain, lowtide, second, _ = table([row, ours, whole]).splitlines()
     assert (first, second) == ("-- largest llama, batch", "-- largest llama, 16,384 words, adamw, batch")
     assert header.endswith("equal  loss    moved MiB")
-    assert plain.split()[-2:] == ["1.00", "yes"]
+    assert plain.split()[-3:] == ["1.00", "2.50", "yes"]
     assert lowtide.split()[-3:] == ["yes", "sliced", "14"]

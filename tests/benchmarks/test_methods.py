@@ -53,6 +53,19 @@ def test_a_method_gives_plains_gradients(name: str, method: str) -> None:
     running.close()
 
 
+def test_tiles_by_hand_have_nearly_plains_gradients_and_need_less_than_checkpointed_layers() -> None:
+    sizes = {**subjects.shape("llama", "tiny"), "sequence": 512, "intermediate": 1024, "vocabulary": 1024}
+    subject, checkpointed = (subjects.build("llama", sizes) for _ in range(2))
+    reference = take_gradients(subject, subject.step())
+    running = METHODS[methods.TILED].prepare(subject, None, None)
+    found = compare(reference, take_gradients(subject, subject.step()))
+    assert not found["is_equal"] and found["difference"] < 1e-5  # four tiles, added up
+    METHODS["layer checkpointing"].prepare(checkpointed, None, None)
+    assert peak_bytes(subject, running) < 0.6 * peak_bytes(checkpointed, Running())
+    with pytest.raises(CannotRunError, match="is written for models with model, lm_head and layers with an mlp"):
+        METHODS[methods.TILED].prepare(tiny("gpt2"), None, None)
+
+
 def test_a_difference_is_seen_and_measured() -> None:
     subject = tiny("llama")
     loss, gradients = take_gradients(subject, subject.step())
