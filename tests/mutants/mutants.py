@@ -90,22 +90,22 @@ HANDLES = [
         "kept-not-detached",
         "runtime.saved.handle:Kept.__init__",
         puts("tensor.detach()", "tensor"),
-        ("runtime/test_leaks.py::test_a_graph_that_outlives_its_tide_still_works_and_then_frees_everything",),
+        ("runtime/test_contract.py::test_contract_06_unusual_lives_of_a_graph[dropped-keep]",),
         "an output that its own operator saves owns its own graph: memory of every dropped step is never freed",
     ),
     Mutant(
         "casts-of-parameters-are-activations",
         "runtime.hooks.context:Parameters.has",
         without("leads_to_parameter"),
-        ("runtime/test_contract.py::test_contract_04_autocast_copies_of_parameters_are_not_counted_as_recomputed",),
-        "under autocast the copies of all weights are swapped as if they were activations",
+        ("runtime/hooks/test_classify.py::test_views_and_casts_of_parameters_are_the_models_own",),
+        "under autocast, a layer that saves something else than before swaps the copies of its weights as activations",
     ),
     Mutant(
         "producer-not-compared",
         "runtime.hooks.forward_pass:ForwardPass.pack",
         without("producer"),
         ("runtime/test_contract.py::test_contract_07_what_was_made_otherwise_or_has_other_dimensions_is_counted",),
-        "a tensor at the place of another one gets that one's fate, uncounted",
+        "a tensor at the place of another one is kept as that one is, uncounted",
     ),
 ]
 
@@ -423,11 +423,11 @@ COPIES = [
         "the second piece of a host block is copied to where a whole chunk would have ended",
     ),
     Mutant(
-        "a-ring-of-unequal-chunks",
-        "engines.accelerator:AcceleratorEngine._make_staging",
-        puts("[chunk for chunk in chunks if chunk.numel() == STAGE_BYTES]", "chunks"),
+        "a-ring-that-overtakes-itself",
+        "engines.staging:Staging.write_out",
+        never("under_way", "_stages"),
         _ACCELERATOR,
-        "a write to the disk overruns the pinned chunk that is smaller than the first one",
+        "what is longer than the ring is written to the disk with its later chunks in the place of earlier ones",
     ),
     Mutant(
         "tail-of-a-disk-job-not-waited-for",
