@@ -51,7 +51,6 @@ _TIDE = ("runtime/session/test_tide.py",)
 _WRAP = ("runtime/session/test_threads.py",)
 _TABLES = ("runtime/hooks/test_tables.py",)
 _SCHEDULER = ("runtime/offload/test_ends.py", "runtime/offload/test_scheduler.py")
-_SPILL = ("runtime/offload/test_ends.py", "runtime/offload/test_spill.py")
 _STREAMS = ("engines/test_compute_streams.py", "engines/test_virtual.py")
 _ACCELERATOR = ("engines/test_pieces.py", "engines/test_accelerator_order.py")
 _OPTIMIZER = (
@@ -90,22 +89,22 @@ HANDLES = [
         "kept-not-detached",
         "runtime.saved.handle:Kept.__init__",
         puts("tensor.detach()", "tensor"),
-        ("runtime/test_leaks.py::test_a_graph_that_outlives_its_tide_still_works_and_then_frees_everything",),
+        ("runtime/test_contract.py::test_contract_06_unusual_lives_of_a_graph[dropped-keep]",),
         "an output that its own operator saves owns its own graph: memory of every dropped step is never freed",
     ),
     Mutant(
         "casts-of-parameters-are-activations",
         "runtime.hooks.context:Parameters.has",
         without("leads_to_parameter"),
-        ("runtime/test_contract.py::test_contract_04_autocast_copies_of_parameters_are_not_counted_as_recomputed",),
-        "under autocast the copies of all weights are swapped as if they were activations",
+        ("runtime/hooks/test_classify.py::test_views_and_casts_of_parameters_are_the_models_own",),
+        "under autocast, a layer that saves something else than before swaps the copies of its weights as activations",
     ),
     Mutant(
         "producer-not-compared",
         "runtime.hooks.forward_pass:ForwardPass.pack",
         without("producer"),
         ("runtime/test_contract.py::test_contract_07_what_was_made_otherwise_or_has_other_dimensions_is_counted",),
-        "a tensor at the place of another one gets that one's fate, uncounted",
+        "a tensor at the place of another one is kept as that one is, uncounted",
     ),
 ]
 
@@ -405,7 +404,7 @@ COPIES = [
         "spilled-for-one-reader",
         "runtime.offload.spill:Spillable.spill",
         puts("sum((handle.num_readers for handle in handles))", "1"),
-        _SPILL,
+        ("runtime/offload/test_spill.py::test_what_was_spilled_is_fetched_once_for_all_of_its_readers",),
         "what the guard spilled is fetched once for each of its readers",
     ),
     Mutant(
@@ -423,11 +422,11 @@ COPIES = [
         "the second piece of a host block is copied to where a whole chunk would have ended",
     ),
     Mutant(
-        "a-ring-of-unequal-chunks",
-        "engines.accelerator:AcceleratorEngine._make_staging",
-        puts("[chunk for chunk in chunks if chunk.numel() == STAGE_BYTES]", "chunks"),
+        "a-ring-that-overtakes-itself",
+        "engines.staging:Staging.write_out",
+        never("under_way", "_stages"),
         _ACCELERATOR,
-        "a write to the disk overruns the pinned chunk that is smaller than the first one",
+        "what is longer than the ring is written to the disk with its later chunks in the place of earlier ones",
     ),
     Mutant(
         "tail-of-a-disk-job-not-waited-for",
@@ -450,14 +449,14 @@ STATE = [
         "a-bucket-that-could-not-leave-is-forgotten",
         "optimizer.store:StateStore.adopt",
         drops("part_from"),
-        _OPTIMIZER,
-        "state whose write failed stays in a bucket that the device is said not to hold",
+        ("optimizer/test_step.py::test_what_could_not_be_written_leaves_the_device_once_it_can",),
+        "state whose write failed stays on the device for ever, and its buffer counts as one that a step uses",
     ),
     Mutant(
         "state-of-a-failed-write-shows-the-slot",
         "optimizer.store:StateStore._stay",
         drops("bind_device"),
-        _OPTIMIZER,
+        ("optimizer/test_step.py::test_a_bucket_that_cannot_be_written_stays_on_the_device",),
         "after a full disk optimizer.state shows the bytes of the step before",
     ),
     Mutant(
@@ -471,14 +470,14 @@ STATE = [
         "a-failed-part-shows-the-device",
         "optimizer.step:Stepper._stop",
         drops("bind_host"),
-        _OPTIMIZER,
+        ("optimizer/test_step.py::test_a_failure_inside_a_part_cannot_be_resumed",),
         "after a step that stopped, optimizer.state shows a bucket that was let go",
     ),
     Mutant(
         "state-of-another-dtype-is-rounded",
         "optimizer.step:Stepper._holds_all",
         never("local"),
-        _OPTIMIZER,
+        ("optimizer/test_odd_state.py::test_odd_state_is_stepped_as_it_is_alone_and_no_slot_is_lost",),
         "an optimizer that replaces its state by one of a wider dtype loses the bits between",
     ),
 ]

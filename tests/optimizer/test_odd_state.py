@@ -20,7 +20,7 @@ from tests.support.virtual_engine import VirtualEngine
 from tests.support.zoo import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:lowtide")
-HABITS = ("shares", "is_view", "keeps_gradient", "replaces", "widens", "comes_late")
+HABITS = ("shares", "is_view", "keeps_gradient", "replaces", "widens", "comes_late", "becomes_wide")
 NUM_STEPS = 4
 
 
@@ -55,6 +55,8 @@ class Odd(torch.optim.Optimizer):
             state["mean"] = state["mean"] * 0.9 + gradient
         else:
             state["mean"].mul_(0.9).add_(gradient)
+        if "becomes_wide" in self.habits and state["number"] == 3:
+            state["mean"] = state["mean"].double() / 3
         if "shares" in self.habits:
             state["twin"].add_(0.25)
         if "is_view" in self.habits:

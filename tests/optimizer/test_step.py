@@ -116,6 +116,8 @@ def test_a_failure_inside_a_part_cannot_be_resumed() -> None:
         "not, so it cannot be resumed: load a checkpoint"
     )
     assert isinstance(caught.value.__cause__, ValueError)
+    momenta = [optimizer.state[p]["momentum_buffer"].unique().tolist() for p in parameters]
+    assert momenta == [[pytest.approx(1.9)], [1.0], [1.0], [1.0]], "of the part that failed, as it was before"
     assert optimizer.param_groups is groups
     with pytest.raises(RuntimeError, match=r"^lowtide: resume: the last step stopped half-way .*; load a checkpoint$"):
         handle.resume()
@@ -143,37 +145,60 @@ def test_resume_refuses_other_gradients() -> None:
 
 
 class Unwritable(VirtualEngine):
-    """Copies out fail from a given one on, for a while."""
+    """Copies out fail from a given one on, for a while, and leave other bytes."""
 
     failing = range(0)
     num_copies = 0
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self._failed: set = set()
+        self._failed: dict = {}
 
     def copy_out(self, source, slot):
         super().copy_out(source, slot)
         self.num_copies += 1
         if self.num_copies in self.failing:
-            self._failed.add(super().record(Lane.OUT))
-            slot.place.fill_(9)
+            self._failed[super().record(Lane.OUT)] = slot
 
     def failure(self, event):
-        return OSError("disk broke") if event in self._failed else None
+        if event not in self._failed:
+            return None
+        self._failed[event].place.fill_(9)  # now that the copy has run
+        return OSError("disk broke")
 
 
+UNWRITTEN = r"could not be written to the tier 'host' \(disk broke\); they stay on cpu"
+
+
+@pytest.mark.parametrize("last", [15, 10**6], ids=["for a while", "for ever"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
-def test_a_bucket_that_cannot_be_written_stays_on_the_device(case: Case) -> None:
+def test_a_bucket_that_cannot_be_written_stays_on_the_device(case: Case, last: int) -> None:
     truth = train(case, None)
     engine = Unwritable(1)
-    engine.failing = range(9, 16)
-    with pytest.warns(
-        RuntimeWarning, match=r"could not be written to the tier 'host' \(disk broke\); they stay on cpu"
-    ):
+    engine.failing = range(9, last + 1)
+    with pytest.warns(RuntimeWarning, match=UNWRITTEN):
         assert_same(train(case, lambda optimizer: swapped(optimizer, engine)), truth)
     assert engine.violations == []
     assert engine.num_slots == 0
+
+
+def test_what_could_not_be_written_leaves_the_device_once_it_can() -> None:
+    case = CASES[0]
+    engine = Unwritable(1)
+    parameters, optimizer = case.build()
+    handle = swapped(optimizer, engine)
+    case.set_gradients(parameters, 0)
+    optimizer.step()
+    swapped_bytes, engine.failing = handle.stats.swapped_bytes, range(10**6)
+    with pytest.warns(RuntimeWarning, match=UNWRITTEN):
+        optimizer.step()
+    assert handle.stats.swapped_bytes == 0 < swapped_bytes
+    engine.failing, result = range(0), result_of(parameters, optimizer)
+    handle.keep_no_more_than(0.0)
+    assert handle.stats.swapped_bytes == swapped_bytes
+    assert_same(result_of(parameters, optimizer), result)
+    handle.detach()
+    assert (engine.violations, engine.num_slots) == ([], 0)
 
 
 def test_what_no_tier_has_room_for_stays_on_the_device() -> None:

@@ -1101,10 +1101,10 @@ class Alternating(nn.Module):
         return {"calm": y.sin, "result": y.exp, "rows": lambda: torch.sin(y[None] + self.weight)}[self.mood]()
 
 
-@pytest.mark.parametrize("mood", ["result", "rows"])
-def test_contract_07_what_was_made_otherwise_or_has_other_dimensions_is_counted(mood: str) -> None:
+@pytest.mark.parametrize(("mood", "fate"), [("result", "swap"), ("result", "keep"), ("rows", "swap")])
+def test_contract_07_what_was_made_otherwise_or_has_other_dimensions_is_counted(mood: str, fate: str) -> None:
     model = small(Alternating)
-    with under(model, SWAP) as tide:
+    with under(model, FATES[fate]) as tide:
         for _ in range(2):
             _input_grad(model)
         assert tide.stats.num_divergences == 0

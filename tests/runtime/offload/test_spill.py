@@ -369,6 +369,23 @@ def test_bytes_are_counted_as_long_as_any_view_of_a_storage_is_saved(limit_bytes
     assert zoo.same_bits(model.layer.weight.grad, twin.layer.weight.grad)
 
 
+class _ReadTwice(_Two):
+    """Spilled with both of its readers, when the product saves what it needs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        first, second = super().forward(x)
+        return first * second
+
+
+def test_what_was_spilled_is_fetched_once_for_all_of_its_readers() -> None:
+    model = _ReadTwice()
+    with _apply(model, 0) as tide:
+        model(torch.randn(ROWS, 32)).backward()
+        tide.settle()
+        stats = tide.stats
+        assert (stats.num_spills, stats.copied_out_bytes, stats.copied_in_bytes) == (1, SITE, SITE)
+
+
 def test_what_had_its_data_exchanged_is_not_spilled() -> None:
     scheduler = OffloadScheduler(VirtualEngine(SEED))
     guard = Guard(2**30, scheduler=scheduler, min_bytes=0, state_bytes=int)
