@@ -290,10 +290,9 @@ class TensorState:
         ] if tensor.is_leaf else []  # fmt: skip
         self._copy: torch.Tensor | None = None
         self._alias: torch.Tensor | None = None
-        self._is_small = True
+        self._is_small, self._comes = True, False
         if not is_plain(tensor):
             return
-        self._comes = False
         self._alias = tensor.detach()
         nbytes = tensor.numel() * tensor.element_size()
         self._is_small = nbytes <= SMALL_BYTES

@@ -271,9 +271,8 @@ def take(
         if called:
             walk.add_surroundings(modes)
         walk.run()
-        weights = next(filter(None, map(swapped_weights_of, modules)), None)
-        for state in walk.tensors if weights is not None else ():
-            if weights.moves(state.tensor):
+        for weights in filter(None, map(swapped_weights_of, modules)):
+            for state in filter(lambda state: weights.moves(state.tensor), walk.tensors):
                 state.let_go()
     return Snapshot(walk, steady)
 
