@@ -278,10 +278,7 @@ class TensorState:
 
     __slots__ = ("_alias", "_comes", "_copy", "_flags", "_hooks", "_is_small", "_version", "name", "tensor")
 
-    def __init__(
-        self, tensor: torch.Tensor, name: Name, steady: WeakTensorKeyDictionary | None, *, comes: bool = False
-    ) -> None:
-        """`comes`: it is a weight that comes and goes, and is not held where it is."""
+    def __init__(self, tensor: torch.Tensor, name: Name, steady: WeakTensorKeyDictionary | None) -> None:
         self.tensor = tensor
         self.name = name
         self._flags = tensor.requires_grad
@@ -293,11 +290,10 @@ class TensorState:
         ] if tensor.is_leaf else []  # fmt: skip
         self._copy: torch.Tensor | None = None
         self._alias: torch.Tensor | None = None
-        self._is_small = True
+        self._is_small, self._comes = True, False
         if not is_plain(tensor):
             return
-        self._comes = comes
-        self._alias = version_alias(tensor) if comes else tensor.detach()
+        self._alias = tensor.detach()
         nbytes = tensor.numel() * tensor.element_size()
         self._is_small = nbytes <= SMALL_BYTES
         if not nbytes or isinstance(tensor, nn.Parameter) or not tensor.untyped_storage().nbytes():
@@ -308,6 +304,10 @@ class TensorState:
             self._copy = self._alias.clone()
         elif steady is not None and tensor not in steady:
             self._copy = self._alias.to("cpu", copy=True)
+
+    def let_go(self) -> None:
+        """It is a weight that comes and goes: it is not held where it is."""
+        self._comes, self._alias = True, version_alias(self.tensor)
 
     def _is_moved(self) -> bool:
         """Whether `.data` was assigned to."""

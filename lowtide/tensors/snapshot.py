@@ -260,7 +260,6 @@ def take(
     """Remember what `modules` and `beside` reach. `code`: with what their functions name; `called`: and the functions
     that these call. `process`: the random states of the process and of `devices` too."""
     walk = _StateWalk(code or called, called, steady)
-    walk.weights = next(filter(None, map(swapped_weights_of, modules)), None)
     modes = [*function_modes(), *dispatch_modes()] if called else []
     with disable_current_modes():
         if process:
@@ -272,6 +271,9 @@ def take(
         if called:
             walk.add_surroundings(modes)
         walk.run()
+        for weights in filter(None, map(swapped_weights_of, modules)):
+            for state in filter(lambda state: weights.moves(state.tensor), walk.tensors):
+                state.let_go()
     return Snapshot(walk, steady)
 
 
@@ -309,8 +311,6 @@ class _StateWalk:
         self._methods: dict[str, list[tuple[Any, Name]]] = {}
         """Of classes that were found, by their names; walked once somebody names them."""
         self._steady = steady
-        self.weights: Any = None
-        """Knows the weights that come and go."""
         self._seen: dict[int, Any] = {}
         self._noted: set[Any] = set()
         """Classes that were found, and globals: the namespace's identity, and the name."""
@@ -545,8 +545,7 @@ class _StateWalk:
     # -- what holds values -----------------------------------------------------------------------------------------
 
     def _tensor(self, tensor: torch.Tensor, name: Name, depth: int) -> None:
-        comes = self.weights is not None and self.weights.moves(tensor)
-        self.tensors.append(TensorState(tensor, name, self._steady, comes=comes))
+        self.tensors.append(TensorState(tensor, name, self._steady))
         attributes = getattr(tensor, "__dict__", None)
         if attributes is not None:  # what a forward adds must go too
             self._attributes(attributes, name, depth)

@@ -15,6 +15,7 @@ from lowtide.tensors.compiled import without_wrappers
 from lowtide.tensors.kinds import CACHE_NAMES, num_cached
 from lowtide.tensors.private import is_compiled_function, original_of_compiled, tree_flatten, tree_unflatten
 from lowtide.tensors.remembered import PLAIN
+from lowtide.tensors.wrappers import guise_of
 
 _LEAVES = PLAIN | {torch.Tensor, nn.Parameter}
 
@@ -61,6 +62,7 @@ class Call:
                     self._constants.append(leaf)
                     self.objects.append(leaf)
         self.flags = [tensor.requires_grad for tensor in self.tensors]
+        self.guises = [*map(guise_of, self.tensors)]
 
     def own_forward(self) -> Any:
         """The forward, if it is not the class's own."""

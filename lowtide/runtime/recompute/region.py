@@ -69,7 +69,7 @@ from lowtide.tensors.private import (
     version_of,
 )
 from lowtide.tensors.view import without_bytes
-from lowtide.tensors.wrappers import guise_of, in_guise
+from lowtide.tensors.wrappers import in_guise
 
 _WAY_OUT = (
     "It depends on something that lowtide cannot put back: state outside of the model's objects, a nested function's "
@@ -109,7 +109,6 @@ class RegionRun:
         self.dropped = dropped
         self.watch = watch
         self.inputs: list[Any] = []
-        self._guises: list[Any] = []
         self.has_changed_inputs = False
         self.fingerprints = fingerprints
         self.state = Before(watch, call, is_first=is_first)
@@ -141,7 +140,6 @@ class RegionRun:
         if may_change_inputs:
             with disable_current_modes():
                 copies = [tensor.detach().clone() for tensor in tensors]
-        self._guises = [*map(guise_of, tensors)]
         # From these `checkpoint` learns of which devices to save the random state; it always does of the host.
         devices = {tensor.device: None for tensor in tensors if tensor.device.type != "cpu"}
         markers = [without_bytes(torch.float32, device) for device in devices]
@@ -398,7 +396,7 @@ class RegionRun:
         tensors = [self._open_input(i).detach().requires_grad_(flag) for i, flag in enumerate(self.call.flags)]
         # A copy: the second run writes into them too, and there may be a third.
         tensors = [tensor.clone() for tensor in tensors] if self.has_changed_inputs else tensors
-        return [*map(in_guise, tensors, self._guises)]
+        return [*map(in_guise, tensors, self.call.guises)]
 
     def _open_input(self, index: int) -> torch.Tensor:
         try:

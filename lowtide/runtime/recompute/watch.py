@@ -84,10 +84,8 @@ class Watch:
         """Why it could not be run again in some step, in words."""
         self.differs = False
         """A second run gave something else than the first: it is not run again."""
-        self.frees = False
-        """Some run of it has let bytes go."""
-        self.writes_inputs = False
-        """It was seen to write into its inputs."""
+        self.frees = self.writes_inputs = False
+        """Some run of it has let bytes go; was seen to write into its inputs."""
         self.module = module
         self._model = ref(model)  # a graph that the model keeps would keep the model
         self.has_drawn = has_drawn
