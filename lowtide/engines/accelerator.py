@@ -322,10 +322,9 @@ class AcceleratorEngine(Engine):
                 f"through {2 * NUM_STAGES * STAGE_BYTES} bytes of pinned host memory; raise it or drop the disk"
             ) from full
         self._stage_blocks.append(block)
-        chunks = [chunk for piece in block.pieces() for chunk in piece.split(STAGE_BYTES)]
-        # Pieces are cut from slabs, so all but the ends of pieces are whole chunks; a ring of equal chunks is simpler.
-        whole = [chunk for chunk in chunks if chunk.numel() == STAGE_BYTES] or chunks[:1]
-        return Staging(self._ops, self._lanes[lane].stream, disk, whole)
+        # A power of two is one piece of a slab, so all chunks of the ring are equal.
+        (piece,) = block.pieces()
+        return Staging(self._ops, self._lanes[lane].stream, disk, list(piece.split(STAGE_BYTES)))
 
     def close(self) -> None:
         """Idempotent. Jobs that have not started are dropped; copies under way finish first."""

@@ -21,13 +21,13 @@ def _traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     trace = run_step.trace_run
 
-    def trace_run(run: Any, hardware: Any, **how: Any) -> Any:
+    def trace_run(run: Any, hardware: Any, *, say: Callable[[str], None], like: Any = None) -> Any:
         path = run.model.path
         texts = sorted(file.read_text() for file in ([path] if path.is_file() else path.glob("*.json"))) if path else ()
         asked = (run.model, run.data, run.train, run.parallel, run.pipeline, (run.memory or MemoryConfig()).slices_loss)
         key = repr((texts, asked, hardware))
         if key not in _TRACED:
-            _TRACED[key] = trace(run, hardware, **how)
+            _TRACED[key] = trace(run, hardware, say=say, like=like)
         return _TRACED[key]
 
     monkeypatch.setattr(run_step, "trace_run", trace_run)

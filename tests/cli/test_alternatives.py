@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -13,8 +15,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
-from lowtide.cli.alternatives import _search
+from lowtide.cli.alternatives import _search, settings_of
 from lowtide.cli.main import main
+from lowtide.cli.run_step import trace_run
+from lowtide.timeline.hardware import load_hardware
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -142,6 +146,18 @@ def test_the_search_takes_few_tries() -> None:
         assert found == 0 or peak(found) <= 72_000_000
         assert found == most or peak(found + unit) > 72_000_000
         assert len(set(tried)) == len(tried) <= 18
+
+
+def test_the_optimizer_of_a_run_is_looked_at_once_for_all_batches() -> None:
+    """Nothing of its state depends on the batch but the bytes of that."""
+    asked: dict[str, Any] = {"model": "tiny.json", "precision": None, "lora": None, "batch": None, "rows": None}
+    short = settings_of(argparse.Namespace(**asked, sequence=256), "adamw")
+    long = dataclasses.replace(short, data=dataclasses.replace(short.data, sequence_length=1024))
+    hardware, quiet = load_hardware("h100"), cast(Any, {"say": lambda text: None})
+    like = trace_run(short, hardware, **quiet)
+    whole = trace_run(long, hardware, **quiet)
+    assert trace_run(long, hardware, like=like, **quiet) == whole
+    assert whole.state.inputs == 4 * like.state.inputs > 0 and whole.state.optimizer_movable > 0
 
 
 def test_where_no_plan_fits_the_table_is_there_and_the_refusal_after_it(capsys: pytest.CaptureFixture[str]) -> None:
