@@ -17,8 +17,7 @@ one layer that runs again), plain and planned in turn. With large tensors Python
 time, so they are two to three times those of toy models (docs/history/LOG.md, "What swapping and recipes cost a CPU").
 
 On an accelerator the host runs ahead of the device, so recipes and layers have no such price there; not yet measured on
-a GPU. Cost: one pass over the nodes.
-Not covered: what each machine takes.
+a GPU. Cost: one pass over the nodes. Not covered: what each machine takes.
 """
 
 from __future__ import annotations

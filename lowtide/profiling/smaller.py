@@ -36,8 +36,7 @@ _TRAFFIC = 9
 # Operators that narrow integers, and make them wide again.
 _NARROWING = 8
 _TRIALS = 3
-# On the host, how much longer than a trial it takes in a step, where the bytes have left the cache: 34 masks of a T5,
-# 45 MB, took 17 ms of a step's processor time, and 8 ms in trials.
+# On the host, in a step, bytes have left the cache: 34 masks of a T5, 45 MB, took 17 ms there, and 8 ms in trials.
 _OUT_OF_CACHE = 2.0
 # Less is not worth the operators.
 _LEAST_BYTES = 1024

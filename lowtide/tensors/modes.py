@@ -133,10 +133,8 @@ class Modes:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all is as it was when this was made; afterwards it is as it was before."""
-        now = Modes()
         with contextlib.ExitStack() as stack:
-            if not self.is_still(now):
-                self.put_back(stack, now)
+            self.put_back(stack, Modes())
             yield
 
     def set_if_moved(self) -> None:
