@@ -9,7 +9,9 @@ not show it: they copy one aligned buffer again and again, which takes the host 
 by the probes, 0.6 to 0.8 in steps that swap).
 
 What: `measure_link` probes an engine while a thread computes on the device. The answer is kept in a file per
-machine, since hardware does not change between runs.
+machine, since hardware does not change between runs. While others compute, too, nobody can say what copies take from
+computing: it was 0.0 once, for good, and plans swapped what they should have run again. Then `_BUSY_SHARE` stands for
+it, and the answer is kept for ten minutes.
 Cost: about a second, once per machine and engine. Not covered: other ranks of the machine that copy at the same
 time (run it under torchrun, and they do); links that change during a run (the autopilot corrects its plan).
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import statistics
@@ -42,7 +45,14 @@ _NUM_STORAGES = 16
 _NUM_ROUNDS = 3
 _LOOK_SECONDS = 5e-4
 _MOST_SECONDS = 60
-_EDITION = "2nd"
+_QUIET_SHARE = 0.9
+"""Of the processor time that computing asks for: less means that others computed, too."""
+_BUSY_SHARE = 0.6
+"""What copies of the host engine take from computing, where it was not measured: the least that steps have shown."""
+_BUSY_SECONDS = 600
+_BUSY_AT = "busy_at"
+"""In the file: when a machine was too busy to say."""
+_EDITION = "3rd"
 """Of this measurement. A link that was measured in another way is measured anew."""
 # An engine without time of its own (the virtual one): copies take next to none, but numbers stay finite.
 _NO_TIME = 1e15
@@ -62,11 +72,14 @@ def measure_link(engine: Engine, device: torch.device, *, place: str = "", cache
     """
     key = f"{platform.node()} {engine.name} {_device_name(device)} {torch.get_num_threads()} {_EDITION} {place}".strip()
     known = _read(cache)
-    if known.get(key, {}).keys() == {each.name for each in dataclasses.fields(Link)}:  # else another version wrote it
-        return Link(**known[key])
-    link = _measure(engine, device)
+    entry = dict(known.get(key, {}))
+    is_old = time.time() - entry.pop(_BUSY_AT, math.inf) > _BUSY_SECONDS
+    if entry.keys() == {each.name for each in dataclasses.fields(Link)} and not is_old:  # else another version wrote it
+        return Link(**entry)
+    link, is_quiet = _measure(engine, device)
     if cache is not None:
-        _write(cache, {**known, key: dataclasses.asdict(link)})
+        busy = {} if is_quiet else {_BUSY_AT: time.time()}
+        _write(cache, {**known, key: dataclasses.asdict(link) | busy})
     return link
 
 
@@ -77,25 +90,30 @@ def _device_name(device: torch.device) -> str:
     return device.type if get_name is None else str(get_name(device))
 
 
-def _measure(engine: Engine, device: torch.device) -> Link:
+def _measure(engine: Engine, device: torch.device) -> tuple[Link, bool]:
+    """And whether nobody else computed meanwhile."""
     first = engine.probe_bandwidth(_PROBE_BYTES)
     if first.out_bytes_per_second == float("inf"):
-        return Link(out_bytes_per_second=_NO_TIME, in_bytes_per_second=_NO_TIME)
+        return Link(out_bytes_per_second=_NO_TIME, in_bytes_per_second=_NO_TIME), True
     with _Load(device) as load:
+        is_quiet = device.type != "cpu" or load.is_alone()
         probes = [engine.probe_bandwidth(_PROBE_BYTES) for _ in range(_NUM_PROBES)]
         small = [engine.probe_bandwidth(_SMALL_PROBE_BYTES).out_bytes_per_second for _ in range(_NUM_PROBES)]
         lost_seconds = statistics.median(_lost_seconds(engine, device, load) for _ in range(_NUM_ROUNDS))
+        is_quiet = is_quiet and (device.type != "cpu" or load.is_alone())
     out_rate = _tenth_percentile([probe.out_bytes_per_second for probe in probes])
     in_rate = _tenth_percentile([probe.in_bytes_per_second for probe in probes])
     latency = max(0.0, _SMALL_PROBE_BYTES / statistics.median(small) - _SMALL_PROBE_BYTES / out_rate)
     copy_seconds = _NUM_STORAGES * (_STORAGE_BYTES / out_rate + _STORAGE_BYTES / in_rate + 2 * latency)
-    return Link(
+    share = lost_seconds / copy_seconds
+    link = Link(
         out_bytes_per_second=out_rate,
         in_bytes_per_second=in_rate,
         latency_seconds=latency,
-        compute_share=min(max(0.0, lost_seconds / copy_seconds), 1.0),
+        compute_share=min(share if is_quiet else max(share, _BUSY_SHARE), 1.0),
         page_fault_seconds_per_byte=probes[-1].page_fault_seconds_per_byte,
     )
+    return link, is_quiet
 
 
 def _lost_seconds(engine: Engine, device: torch.device, load: _Load) -> float:
@@ -169,6 +187,8 @@ class _Load:
         self._device = device
         self._count = 0
         self._seen = (0, 0.0)
+        self._clocks = (0.0, 0.0)
+        """Processor and other seconds of its thread when a round ended."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -184,6 +204,7 @@ class _Load:
                 if self._device.type != "cpu":
                     torch.accelerator.synchronize(self._device)
                 self._count += 1
+                self._clocks = (time.thread_time(), time.perf_counter())
 
     def rate_since_last(self) -> float:
         """Rounds per second since the last call."""
@@ -191,6 +212,13 @@ class _Load:
         now = (self._count, time.perf_counter())
         self._seen = now
         return (now[0] - count) / (now[1] - seen_at)
+
+    def is_alone(self) -> bool:
+        """Whether its thread gets the processor time that it asks for."""
+        busy, wall = self._clocks
+        time.sleep(_IDLE_SECONDS)
+        busy_now, wall_now = self._clocks
+        return busy_now - busy >= _QUIET_SHARE * (wall_now - wall) > 0
 
     def __enter__(self) -> _Load:
         self._thread.start()

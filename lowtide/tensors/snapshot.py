@@ -111,11 +111,11 @@ _WRITABLE: tuple[Any, ...] = (
     type(ctypes.c_int()).__base__,
 )
 _VISITS: tuple[tuple[Any, str, bool], ...] = (
-    (_WRITABLE, "_writable", True),
+    (_WRITABLE, "_writable", False),
     (weakref.ref, "_weak_reference", True),
     (contextvars.ContextVar, "_context_variable", True),
     (types.BuiltinFunctionType, "_builtin", True),
-    ((types.SimpleNamespace, threading.local), "_object", True),
+    ((types.SimpleNamespace, threading.local), "_object", False),
     (io.IOBase, "_file", True),
     (_CACHED, "_cached", True),
     (nn.Module, "_module", False),

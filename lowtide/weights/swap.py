@@ -418,7 +418,8 @@ class WeightSwap:
 
     def remove(self) -> None:
         """Bring weights and gradients back to the device, in plain tensors, and leave the model and its optimizer as
-        they were. Idempotent. Where memory runs out the swap stays in force, and a later call goes on from there."""
+        they were. Idempotent. Where memory runs out the swap stays in force, and a later call goes on from there. So
+        does one that finds a slot free that somebody held before."""
         moves = self._moves
         with moves.lock:
             moves.order.staying = frozenset()

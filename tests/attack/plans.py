@@ -105,6 +105,8 @@ class Rig:
     _live: IndependentCount | None = None
     _engines: list[VirtualEngine] = field(default_factory=list)
     _is_suspended: bool = False
+    _removed: list[Any] = field(default_factory=list)
+    """Handles of weights."""
 
     def start(self, model: nn.Module, optimizer: Any) -> None:
         """Put the plan on, and have the optimizer's state elsewhere."""
@@ -138,6 +140,7 @@ class Rig:
         self.tide, self._is_suspended = None, False
         if self.swap is not None and not is_optimizer:
             self.swap.remove()
+            self._removed.append(self.swap)
         self.swap = None
 
     def suspend(self) -> None:
@@ -208,6 +211,8 @@ class Rig:
                 raise Broken(f"virtual engine: {engine.violations[0]}")
             if engine.num_slots:
                 gc.collect()
+                for handle in self._removed:
+                    handle.remove()  # slots that a graph, or the loop, held when it was called first
             if engine.num_slots:
                 raise Broken(f"{engine.num_slots} slots of the virtual engine are never given back")
 

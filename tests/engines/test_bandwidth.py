@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engines.bandwidth import cache_path, measure_link
+from lowtide.engines.bandwidth import _Load, cache_path, measure_link
 from lowtide.engines.base import Slot
 from lowtide.engines.host import HostEngine
 from lowtide.timeline.step import Link
@@ -118,7 +118,7 @@ def test_where_it_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_what_was_measured_in_another_way_is_measured_anew(tmp_path: Path, measured: str) -> None:
     cache = tmp_path / "links.json"
     ((key, known),) = json.loads(measured).items()
-    cache.write_text(json.dumps({key.replace(" 2nd", ""): known}))
+    cache.write_text(json.dumps({key.replace(" 3rd", ""): known}))
     engine = Counted()
     measure_link(engine, CPU, cache=cache)
     assert engine.num_probes > 0
@@ -134,3 +134,18 @@ def test_what_another_version_has_written_is_measured_anew(tmp_path: Path) -> No
     again = measure_link(engine, CPU, cache=cache)
     assert dataclasses.replace(again, compute_share=link.compute_share) == link and engine.num_probes > 0
     assert "page_fault_seconds_per_byte" in json.loads(cache.read_text())[key]
+
+
+def test_a_busy_machine_is_asked_again_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache = tmp_path / "links.json"
+    monkeypatch.setattr(_Load, "is_alone", lambda self: False)
+    link = measure_link(Counted(), CPU, cache=cache)
+    assert link.compute_share >= 0.6, "what was measured may be 0"
+    engine = Counted()
+    assert measure_link(engine, CPU, cache=cache) == link and engine.num_probes == 0
+    ((key, known),) = json.loads(cache.read_text()).items()
+    cache.write_text(json.dumps({key: {**known, "busy_at": known["busy_at"] - 601}}))
+    monkeypatch.setattr(_Load, "is_alone", lambda self: True)
+    measure_link(engine, CPU, cache=cache)
+    assert engine.num_probes > 0
+    assert "busy_at" not in json.loads(cache.read_text())[key]

@@ -393,8 +393,7 @@ class Before:
         RecomputeRefusedError if it wrote to a tensor of which there is no copy."""
         known, watch, is_new = self.known, self.watch, self._walked is not None
         if self._walked is not None:
-            found = _without_modules(self._walked.changed())
-            found += [each for each in self._generators if not each.is_same()]
+            found = self._moved_by_now()
             self._records += found
             known.records += found
             known.num_learned += 1
@@ -420,6 +419,12 @@ class Before:
         if self._copies and not is_new:
             needed = known.moving | {_key_of(found(), weak) for weak, found in known.written}
             self._copies = {key: copy for key, copy in self._copies.items() if key in needed}
+
+    def _moved_by_now(self) -> list[Any]:
+        """What the first run has moved and others did not, while that is being learned."""
+        if self._walked is None:
+            return []
+        return _without_modules(self._walked.changed()) + [each for each in self._generators if not each.is_same()]
 
     def _learn(self, flow: Flow) -> None:
         """What the operators of a run read and wrote to outside of it."""
@@ -451,9 +456,11 @@ class Before:
         tensor that it saved, if there is one. Raises RuntimeError for what was written in place since."""
         self._refuse_written(raise_plain)
         versions, modes = self._marks.versions(), Modes()
+        # A forward that differentiates runs again before it is over, and nothing has been learned of it.
+        moved = self._moved_by_now()
         generators = [*host_generators()] if self.watch.has_drawn.is_set() else []
         try:
-            if self._is_as_it_was(modes):
+            if not moved and self._is_as_it_was(modes):
                 try:
                     yield
                 finally:
@@ -461,7 +468,7 @@ class Before:
                     modes.set_if_moved()
             else:
                 with contextlib.ExitStack() as undo:
-                    self._put_back(undo, modes)
+                    self._put_back(undo, modes, moved)
                     yield
         finally:
             _restore(generators)
@@ -476,13 +483,14 @@ class Before:
             and _flags_of(self._tree.tensors) == self._flags
         )
 
-    def _put_back(self, undo: contextlib.ExitStack, modes: Modes) -> None:
-        """Have all as it was before the first run, until `undo` is left. `modes`: those of now."""
+    def _put_back(self, undo: contextlib.ExitStack, modes: Modes, moved: list[Any]) -> None:
+        """Have all as it was before the first run, until `undo` is left. `modes`: those of now; `moved`: records beside
+        those that were known."""
         self._modes.put_back(undo, modes)
         self._tree.put_back(undo)
         if self._parameters:
             undo.enter_context(_lent(self._parameters))
-        records = (*self._records, *self._given)
+        records = (*self._records, *self._given, *moved)
         if records:
             undo.callback(_restore, [record.again() for record in records])
             _restore(records)

@@ -265,6 +265,38 @@ def test_what_common_modules_move_is_right() -> None:
             assert all(map(zoo.same_bits, train(block, kind, LAYER), train(block, kind, None))), kind
 
 
+class _Differentiates(nn.Module):
+    """A layer that needs its own gradient in its forward, so that it runs again before that is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.log, self.place = nn.Linear(WIDTH, WIDTH), [0], types.SimpleNamespace(n=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(len(self.log))
+        self.place.n += 1
+        point = x.detach().requires_grad_()
+        energy = F.dropout(torch.tanh(self.up(point)), 0.5).pow(2).sum() * self.place.n
+        return x + torch.autograd.grad(energy, point, create_graph=True)[0] * len(self.log) + torch.rand(())
+
+
+def test_what_a_forward_has_moved_before_it_differentiates_is_moved_once() -> None:
+    def steps(memory: dict[str, Any] | None) -> tuple[list[Any], list[Tensor]]:
+        torch.manual_seed(0)
+        model = zoo.Stack(_Differentiates(), _Differentiates())
+        log = model.layers[0].log
+        model.layers[1].log = log  # one list for both
+        with contextlib.nullcontext() if memory is None else lowtide.apply(model, memory, engine=virtual(0)):
+            for _ in range(3):
+                model(torch.ones(4, WIDTH)).sum().backward()
+        moved = [log, *(layer.place.n for layer in model.layers), torch.rand(())]
+        return moved, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    (moved, gradients), (plain_moved, plain_gradients) = steps(LAYER), steps(None)
+    assert moved == plain_moved
+    assert all(zoo.same_bits(*pair) for pair in zip(gradients, plain_gradients, strict=True))
+
+
 def test_a_refusal_names_the_module_and_the_tensor_and_the_module_is_kept_from_then_on() -> None:
     state = types.SimpleNamespace(n=0)
 
