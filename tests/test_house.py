@@ -64,11 +64,11 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_194,
+    "lines": 57_161,
     "files": 239,
-    "classes": 459,
+    "classes": 450,
     "files that one other file imports": 34,
-    "classes with more than 15 attributes": 10,
+    "classes with more than 15 attributes": 9,
     "class names that several classes have": 10,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,

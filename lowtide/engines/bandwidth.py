@@ -9,9 +9,8 @@ not show it: they copy one aligned buffer again and again, which takes the host 
 by the probes, 0.6 to 0.8 in steps that swap).
 
 What: `measure_link` probes an engine while a thread computes on the device. The answer is kept in a file per
-machine, since hardware does not change between runs. While others compute, too, nobody can say what copies take from
-computing: it was 0.0 once, for good, and plans swapped what they should have run again. Then `_BUSY_SHARE` stands for
-it, and the answer is kept for ten minutes.
+machine, since hardware does not change between runs; for ten minutes where others computed, too. Where these, or this
+process, have all cores, copies take `_LEAST_SHARE` from computing at least, whatever was measured.
 Cost: about a second, once per machine and engine. Not covered: other ranks of the machine that copy at the same
 time (run it under torchrun, and they do); links that change during a run (the autopilot corrects its plan).
 """
@@ -47,8 +46,9 @@ _LOOK_SECONDS = 5e-4
 _MOST_SECONDS = 60
 _QUIET_SHARE = 0.9
 """Of the processor time that computing asks for: less means that others computed, too."""
-_BUSY_SHARE = 0.6
-"""What copies of the host engine take from computing, where it was not measured: the least that steps have shown."""
+_LEAST_SHARE = 0.6
+"""What copies of the host engine take from computing that has all cores, at least, by steps that swap: 0.6 to 1.0. The
+measurement said 0.18 there, on a quiet machine, and 0.0 on a busy one."""
 _BUSY_SECONDS = 600
 _BUSY_AT = "busy_at"
 """In the file: when a machine was too busy to say."""
@@ -105,12 +105,13 @@ def _measure(engine: Engine, device: torch.device) -> tuple[Link, bool]:
     in_rate = _tenth_percentile([probe.in_bytes_per_second for probe in probes])
     latency = max(0.0, _SMALL_PROBE_BYTES / statistics.median(small) - _SMALL_PROBE_BYTES / out_rate)
     copy_seconds = _NUM_STORAGES * (_STORAGE_BYTES / out_rate + _STORAGE_BYTES / in_rate + 2 * latency)
-    share = lost_seconds / copy_seconds
+    is_crowded = device.type == "cpu" and not (is_quiet and torch.get_num_threads() < (os.cpu_count() or 1))
+    share = max(lost_seconds / copy_seconds, _LEAST_SHARE if is_crowded else 0.0)
     link = Link(
         out_bytes_per_second=out_rate,
         in_bytes_per_second=in_rate,
         latency_seconds=latency,
-        compute_share=min(share if is_quiet else max(share, _BUSY_SHARE), 1.0),
+        compute_share=min(share, 1.0),
         page_fault_seconds_per_byte=probes[-1].page_fault_seconds_per_byte,
     )
     return link, is_quiet

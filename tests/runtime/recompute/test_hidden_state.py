@@ -298,11 +298,11 @@ def test_what_a_forward_has_moved_before_it_differentiates_is_moved_once() -> No
 
 
 def test_a_refusal_names_the_module_and_the_tensor_and_the_module_is_kept_from_then_on() -> None:
-    state = types.SimpleNamespace(n=0)
+    state = contextvars.ContextVar("state", default=0)
 
     def step() -> int:
-        state.n += 1
-        return state.n
+        state.set(state.get() + 1)
+        return state.get()
 
     torch.manual_seed(0)
     model = zoo.Stack(Early(step), Early(step))
@@ -320,11 +320,11 @@ def test_a_refusal_names_the_module_and_the_tensor_and_the_module_is_kept_from_t
             )
         assert sorted(tide.refused_layers) == LAYERS
         model.zero_grad()
-        before = state.n
+        before = state.get()
         loss = model(x).square().mean()
         loss.backward()
         got = [p.grad.clone() for p in model.parameters()]
-    state.n = before
+    state.set(before)
     model.zero_grad()
     model(x).square().mean().backward()
     assert all(map(zoo.same_bits, got, [p.grad for p in model.parameters()]))
