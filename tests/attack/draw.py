@@ -232,8 +232,7 @@ def any_draw(seed: int) -> Draw:
         draw = dataclasses.replace(draw, sides=sides, core="plain" if core in NOT_CORES else core)
     words = drawn_loss(seed, is_inside=plan in WITH_BUDGET)
     draw = draw if words is None else _with_words(draw, words)
-    # Blocks read all weights again in backward: with a step of the optimizer before it, all that is left is an error.
-    return with_rows(draw) if rare.random() < 0.08 and draw.core != "delayed" else draw
+    return with_rows(draw) if rare.random() < 0.08 else draw
 
 
 def with_rows(draw: Draw) -> Draw:
@@ -485,6 +484,9 @@ def is_same_error(error: BaseException, other: BaseException) -> bool:
     """Whether both say the same."""
     if type(error) is not type(other):
         return False
+    # Blocks of rows read every weight again. That one was written to they see in what they give, plans in its version.
+    if "a layer in blocks gave other values" in str(other) and any(text in str(error) for text in _IN_PLACE):
+        return True
     # Of a view that a custom function made, plain autograd complains when it looks for the view's node, before it
     # compares versions. Under any saved-tensor hook it does not look; the version tells, and the fault is the same one.
     are_in_place = all(any(words in str(one) for words in _IN_PLACE) for one in (error, other))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.engines import bandwidth
 from lowtide.engines.bandwidth import _Load, cache_path, measure_link
 from lowtide.engines.base import Slot
 from lowtide.engines.host import HostEngine
@@ -149,3 +150,13 @@ def test_a_busy_machine_is_asked_again_later(monkeypatch: pytest.MonkeyPatch, tm
     measure_link(engine, CPU, cache=cache)
     assert engine.num_probes > 0
     assert "busy_at" not in json.loads(cache.read_text())[key]
+
+
+def test_copies_take_from_computing_that_has_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quiet machine says 0.18 there, and steps that swap 0.6 to 1.0."""
+    monkeypatch.setattr(_Load, "is_alone", lambda self: True)
+    monkeypatch.setattr(bandwidth, "_lost_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(bandwidth.os, "cpu_count", lambda: torch.get_num_threads() + 1)
+    assert measure_link(Counted(), CPU).compute_share == 0.0
+    monkeypatch.setattr(bandwidth.os, "cpu_count", torch.get_num_threads)
+    assert measure_link(Counted(), CPU).compute_share == 0.6
