@@ -28,7 +28,10 @@ from torch import nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.tensors.private import (
+    bf16_reduction,
     dispatch_modes,
+    fp16_accumulation,
+    fp16_reduction,
     fp32_precision,
     function_modes,
     get_attention_order,
@@ -44,7 +47,9 @@ _cuda: Any = torch.backends.cuda
 
 
 def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+    behind = vars(type(owner)).get(name)  # the function behind the attribute takes a third of the time
+    getter = behind.getter if isinstance(behind, _backends.ContextProp) else functools.partial(getattr, owner, name)
+    return getter, functools.partial(setattr, owner, name)
 
 
 def _precision(owner: Any, library: str, kind: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
@@ -95,8 +100,9 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     _precision(_backends.mkldnn.matmul, "mkldnn", "matmul"),
     _precision(_backends.mkldnn.conv, "mkldnn", "conv"),
     _precision(_backends.mkldnn.rnn, "mkldnn", "rnn"),
-    _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-    _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    (fp16_reduction, functools.partial(setattr, _cuda.matmul, "allow_fp16_reduced_precision_reduction")),
+    (bf16_reduction, functools.partial(setattr, _cuda.matmul, "allow_bf16_reduced_precision_reduction")),
+    (fp16_accumulation, functools.partial(setattr, _cuda.matmul, "allow_fp16_accumulation")),
     _attribute(_backends.cudnn, "enabled"),
     _attribute(_backends.cudnn, "benchmark"),
     _attribute(_backends.cudnn, "deterministic"),

@@ -335,6 +335,14 @@ fp32_precision: Callable[[str, str], str] = find("torch._C._get_fp32_precision_g
 """How exactly a library ("cuda", "mkldnn") computes a kind of operator ("matmul", "conv", "rnn") in fp32. Publicly
 `torch.backends.cudnn.conv.fp32_precision`, which takes ten times as long."""
 
+fp16_reduction: Callable[[], Any] = find("torch._C._get_cublas_allow_fp16_reduced_precision_reduction")
+"""Whether cuBLAS may sum halves in halves, and split sums. Publicly `torch.backends.cuda.matmul`'s attributes, which
+take ten times as long."""
+bf16_reduction: Callable[[], Any] = find("torch._C._get_cublas_allow_bf16_reduced_precision_reduction")
+"""As `fp16_reduction`, of bfloat16."""
+fp16_accumulation: Callable[[], bool] = find("torch._C._get_cublas_allow_fp16_accumulation")
+"""Whether cuBLAS may keep its running sums in halves. Publicly as `fp16_reduction`."""
+
 find("torch.autograd.forward_ad._current_level")
 
 

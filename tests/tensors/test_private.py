@@ -496,6 +496,22 @@ def test_precisions_are_those_that_are_public() -> None:
                 holder.fp32_precision = before
 
 
+def test_how_cublas_sums() -> None:
+    owner = torch.backends.cuda.matmul
+    for kind, read in (
+        ("fp16_reduced_precision_reduction", private.fp16_reduction),
+        ("bf16_reduced_precision_reduction", private.bf16_reduction),
+        ("fp16_accumulation", private.fp16_accumulation),
+    ):
+        before = read()
+        try:
+            setattr(owner, f"allow_{kind}", not getattr(owner, f"allow_{kind}"))
+            assert read() != before
+        finally:
+            setattr(owner, f"allow_{kind}", before)
+        assert read() == before
+
+
 def test_forward_mode_is_seen() -> None:
     assert not private.is_forward_mode()
     with forward_ad.dual_level():
