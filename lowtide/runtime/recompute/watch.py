@@ -23,6 +23,7 @@ what else has no state to read (an iterator is refused); objects of more than on
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ from lowtide.tensors.private import (
     storage_at,
     version_of,
 )
-from lowtide.tensors.remembered import Attributes, Record, State, fill, without_wrappers_of
+from lowtide.tensors.remembered import NOTHING, Attributes, Held, Name, Record, State, fill, without_wrappers_of
 from lowtide.tensors.snapshot import Snapshot, host_generators, is_iterator, take
 from lowtide.tensors.view import byte_view, same_bytes
 from lowtide.tensors.wrappers import inside
@@ -189,7 +190,9 @@ class Known:
         self.path: Path | None = None
         """What a run saves, if that is the same in each."""
         self.records: list[Any] = []
-        """Containers, objects, closures and generators that move."""
+        """Containers, objects, closures, generators and context variables that move."""
+        self.variables: set[contextvars.ContextVar] = set()
+        """The context variables among them."""
         self.moving: set[int] = set()
         """Identities of tensors of the modules' own that a run writes to."""
         self.tree: Callable[[], Tree | None] = lambda: None
@@ -315,12 +318,13 @@ class Before:
         self._records = [record.again() for record in known.records]
         self._given = _without_modules(self._walk(call.objects).records()) if call.objects else []
         self._walked: Snapshot | None = None
+        self._context: contextvars.Context | None = None
         self._generators: list[State] = []
         self.flow: Flow | None = None
         if not known.is_settled and known.num_learned < _MAX_LEARNED:
             names = {str(record.name) for record in known.records if isinstance(record, State)}
             self._generators = [each for each in host_generators() if str(each.name) not in names]
-            self._walked = self._walk([watch.module, call.own_forward()])
+            self._walked, self._context = self._walk([watch.module, call.own_forward()]), contextvars.copy_context()
         self.path = None if is_first else known.path
         is_open = known.path is None and known.num_paths < _MAX_LEARNED
         if is_open and not is_forward_mode() and not tree.has_compiled:
@@ -396,9 +400,10 @@ class Before:
             found = self._moved_by_now()
             self._records += found
             known.records += found
+            known.variables |= self._variables().keys()
             known.num_learned += 1
             known.is_settled = not found and self._tree.is_still()
-            self._walked = None
+            self._walked = self._context = None
         if self.flow is not None:
             self._learn(self.flow)
         elif known.path is None or known.tree() is not self._tree:  # other tensors may be statistics of a norm
@@ -424,7 +429,18 @@ class Before:
         """What the first run has moved and others did not, while that is being learned."""
         if self._walked is None:
             return []
-        return _without_modules(self._walked.changed()) + [each for each in self._generators if not each.is_same()]
+        generators = [each for each in self._generators if not each.is_same()]
+        return [*_without_modules(self._walked.changed()), *generators, *self._variables().values()]
+
+    def _variables(self) -> dict[contextvars.ContextVar, Held]:
+        """The context variables that the first run has set to something else, with what they were."""
+        then = self._context
+        assert then is not None
+        return {
+            variable: then.run(_held, variable)
+            for variable, value in contextvars.copy_context().items()
+            if variable not in self.known.variables and then.get(variable, then) is not value
+        }
 
     def _learn(self, flow: Flow) -> None:
         """What the operators of a run read and wrote to outside of it."""
@@ -540,6 +556,20 @@ def _without_modules(records: list[Record]) -> list[Record]:
         if not isinstance(record, Attributes)
         or not (record.is_module or (not record.name.is_item and record.name.key in _OF_MODULES))
     ]
+
+
+def _held(variable: contextvars.ContextVar) -> Held:
+    def get() -> Any:
+        try:
+            return variable.get()
+        except LookupError:
+            return NOTHING
+
+    def put(value: Any) -> None:
+        if value is not NOTHING:
+            variable.set(value)
+
+    return Held(get, put, Name(None, variable.name))
 
 
 def _key_of(tensor: torch.Tensor | None, weak: StorageWeakRef) -> int:

@@ -310,8 +310,10 @@ def _setter(owner: Any, name: str) -> Callable[[Any], None]:
         (torch.backends.mha.set_fastpath_enabled, False),
         (_setter(torch.backends.cudnn, "benchmark"), True),
         (_setter(torch.backends.mkldnn, "enabled"), False),
+        (_setter(torch.backends.cuda.matmul, "allow_fp16_accumulation"), True),
+        (_setter(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"), False),
     ],
-    ids=["deterministic", "precision", "math", "fastpath", "benchmark", "mkldnn"],
+    ids=["deterministic", "precision", "math", "fastpath", "benchmark", "mkldnn", "fp16_sums", "bf16_sums"],
 )
 def test_settings_are_put_back_and_back_again(change: Callable[[Any], None], other: Any) -> None:
     plain = Modes()
