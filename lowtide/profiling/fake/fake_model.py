@@ -71,7 +71,11 @@ def mode_of(model: nn.Module) -> FakeTensorMode:
     for parameter in model.parameters():
         if isinstance(parameter, FakeTensor):
             return parameter.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # oneDNN's backward of a recurrent layer gives one tensor twice; torch's cache of fake results makes two of it, so
+    # that the second trace in a process would count more bytes than the first.
+    mode.cache_enabled &= not any(isinstance(module, nn.RNNBase) for module in model.modules())
+    return mode
 
 
 def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
