@@ -470,8 +470,7 @@ class Before:
     def replayed(self, raise_plain: Callable[[], None]) -> Iterator[None]:
         """Inside, all is as it was before the first run. `raise_plain` raises the error that plain autograd has for a
         tensor that it saved, if there is one. Raises RuntimeError for what was written in place since."""
-        self._refuse_written(raise_plain)
-        versions, modes = self._marks.versions(), Modes()
+        versions, modes = self._refuse_written(raise_plain), Modes()
         # A forward that differentiates runs again before it is over, and nothing has been learned of it.
         moved = self._moved_by_now()
         generators = [*host_generators()] if self.watch.has_drawn.is_set() else []
@@ -517,7 +516,8 @@ class Before:
         for view, then in self._copies.values():
             undo.enter_context(_written_back(view, then))
 
-    def _refuse_written(self, raise_plain: Callable[[], None]) -> None:
+    def _refuse_written(self, raise_plain: Callable[[], None]) -> list[int]:
+        """Raises for what was written in place since the first run. Returns the versions of now."""
         now = self._marks.again()
         for tensor in self._marks.moved(now):
             if id(tensor) in self._copies:
@@ -531,6 +531,7 @@ class Before:
                 f"{self.watch} and its backward ({how}). Run again, it would give other gradients. Write to it after "
                 "the backward pass (an optimizer's step, a copy_), or give this module the fate keep or swap."
             )
+        return now.values[: len(now.tensors)]
 
     def _settle_down(self, versions: list[int]) -> None:
         """No version tells of what the second run wrote, since it was put back."""
