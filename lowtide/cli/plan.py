@@ -36,7 +36,7 @@ from lowtide.core.text_table import wrapped
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import SweptBudget, budget_sweep, sweep_lines
-from lowtide.report.played_step import Curve, play
+from lowtide.report.played_step import Played, play
 from lowtide.report.report import report_of_plan
 from lowtide.report.write import check_form, write_report
 from lowtide.timeline.hardware import Hardware, load_hardware, memory_of_hardware
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
         plan = plan_profile(profile, memory, **shared, **told)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
-        curve = play(plan, profile, memory, **kind).curve if args.json else None
+        played = play(plan, profile, memory, **kind) if args.json else None
         if args.report is not None:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         write(args.out, plan.to_json())
     if args.json:
-        document = _document(plan, profile, rungs, curve) | ({"budget_came_from": lines} if lines else {})
+        document = _document(plan, profile, rungs, played) | ({"budget_came_from": lines} if lines else {})
         document |= {} if network is None else {"network": plan_cluster.network_document(network)}
         print(json.dumps(document))
     else:
@@ -423,8 +423,8 @@ def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], network
     return [*lines, "", "what other budgets would give", *sweep_lines(rungs, width)]
 
 
-def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curve: Curve | None) -> dict[str, Any]:
-    assert curve is not None
+def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], played: Played | None) -> dict[str, Any]:
+    assert played is not None
     return {
         "model": profile.model,
         "batch": profile.batch,
@@ -433,5 +433,5 @@ def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], curv
         "plan": json.loads(plan.to_json()),
         "budgets": [swept.document() for swept in rungs],
         "hidden": [dataclasses.asdict(entry) for entry in profile.hidden],
-        "curve": curve.thinned(_MAX_CURVE_POINTS),
+        "curve": played.thinned(_MAX_CURVE_POINTS),
     }

@@ -57,7 +57,7 @@ def export(plan: ClusterPlan, system: str, path: Path) -> None:
 
 def patterns_of(question: Question, name: str) -> tuple[str, ...]:
     """The parts of a layer of MindSpore Transformers whose outputs are this activation; none where it has no name."""
-    qkv = _NAMES["qkv" if question.shape.latent is None else "latent_qkv"]
+    qkv = _NAMES["latent_qkv" if question.shape.key_rank else "qkv"]
     if parts := _NAMES["mindformers"].get(name) or qkv.get(name):
         return tuple(parts)
     for prefix, module in _NAMES["mlps"].items():

@@ -6,8 +6,8 @@ grouped products for experts; a rank has its tensor, context and expert part of 
 Backward: a product takes as long again for the gradient of its input, and once more for that of its weight. Attention
 does two and a half times the operations of its forward, at the rate of its backward; everything else takes twice as
 long.
-Collectives stand with the operator that waits for them: `collective_seconds` (tensor and context ranks), which nothing
-hides, and `exchange_seconds` (experts' all-to-all), which a pair can hide.
+Collectives stand with the operator that waits for them: `collective` (tensor and context ranks), which nothing hides,
+and `exchange` (experts' all-to-all), which a pair can hide.
 
 What the all-to-all brings can be kept or swapped, not recomputed: a rank alone cannot make it again.
 Tensor ranks with sequence parallelism gather before, and scatter a sum after, each pair of products: hidden states, or
@@ -20,31 +20,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from lowtide.cluster.layout import Layout, Question
 from lowtide.cluster.shape import DENSE
-from lowtide.cluster.step import StageTimes
+from lowtide.cluster.step import StageTimes, total
 from lowtide.timeline.hardware import all_to_all_seconds, ring_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operator. Seconds of its forward; `input_seconds` and `weight_seconds` of the halves of its backward."""
+    """One operator."""
 
     name: str
-    seconds: float
-    input_seconds: float
-    weight_seconds: float = 0.0
+    times: StageTimes
     reads: tuple[str, ...] = ()
     """What its backward reads of what there was before it."""
     makes: tuple[str, ...] = ()
     saves_own: bool = False
     """Its backward reads what it makes, too."""
-    collective_seconds: float = 0.0
-    """Of the forward; the backward has as much."""
-    exchange_seconds: float = 0.0
-    """The same."""
 
     @property
     def saves(self) -> tuple[str, ...]:
@@ -72,13 +65,7 @@ class Layer:
     @cached_property
     def times(self) -> StageTimes:
         """Of a stage of this layer alone."""
-        return StageTimes(
-            forward=sum(op.seconds for op in self.ops),
-            backward_input=sum(op.input_seconds for op in self.ops),
-            backward_weight=sum(op.weight_seconds for op in self.ops),
-            collective=sum(op.collective_seconds for op in self.ops),
-            exchange=sum(op.exchange_seconds for op in self.ops),
-        )
+        return total(op.times for op in self.ops)
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -162,27 +149,22 @@ class _Maker:
         self._norm("norm1", "x1", "n1")
         heads, key_heads = shape.heads / tensor, max(shape.key_heads / tensor, 1)
         queries, keys, values = heads * shape.key_width, key_heads * shape.key_width, key_heads * shape.value_width
-        if shape.latent is None:
+        if not shape.key_rank:
             self._project("n1", {"q": queries, "k": keys, "v": values}, gathered=True)
         else:
-            latent = shape.latent
-            if latent.query_rank:
-                self._project("n1", {"cq": latent.query_rank}, narrow=True)
-                self._project("cq", {"q": queries}, short=latent.query_rank)
+            into_keys = shape.key_rank + shape.rope_width
+            if shape.query_rank:
+                self._project("n1", {"cq": shape.query_rank}, narrow=True)
+                self._project("cq", {"q": queries}, short=shape.query_rank)
             else:
                 self._project("n1", {"q": queries}, gathered=True)
-            self._project("n1", {"ckv": latent.key_rank + latent.rope_width}, narrow=True)
-            self._project(
-                "ckv",
-                {"k": keys, "v": values},
-                short=latent.key_rank + latent.rope_width,
-                columns=shape.up_columns / tensor,
-            )
+            self._project("n1", {"ckv": into_keys}, narrow=True)
+            self._project("ckv", {"k": keys, "v": values}, short=into_keys, columns=shape.up_columns / tensor)
         self._attend(heads)
         out = tokens * heads * shape.value_width
         self._product(
             "projection", ("a",), out * shape.hidden, out + tokens * shape.hidden,
-            heads * shape.value_width * shape.hidden, makes=("x2",), collective_seconds=self._sum_seconds(),
+            heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._sum_seconds(),
         )  # fmt: skip
         self._made("x2", self.nbytes["x1"], "x1", "a")
         self.num_attention_ops = len(self.ops)
@@ -193,18 +175,18 @@ class _Maker:
         hidden, columns = self.question.shape.hidden, inner / tensor
         wide = 2 * columns if self.question.shape.is_gated else columns
         collective = self._tensor_seconds() if tensor > 1 else 0.0
-        up, act, h, g = f"{prefix}up", f"{prefix}act", f"{prefix}h", f"{prefix}g"
+        h, g = f"{prefix}h", f"{prefix}g"
         self._product(
-            up, (reads,), tokens * hidden * wide, tokens * (hidden + wide), hidden * wide, makes=(h,),
-            collective_seconds=collective,
+            f"{prefix}up", (reads,), tokens * hidden * wide, tokens * (hidden + wide), hidden * wide, makes=(h,),
+            collective=collective,
         )  # fmt: skip
         self._made(h, int(tokens * wide) * self._saved_width(), reads)
-        self._traffic(act, 2 * tokens * (wide + columns), (h,), (g,))
+        self._traffic(f"{prefix}act", 2 * tokens * (wide + columns), (h,), (g,))
         self._made(g, int(tokens * columns) * self._saved_width(), h)
         self.inner_names.append(g)
         self._product(
             f"{prefix}down", (g,), tokens * columns * hidden, tokens * (hidden + columns), hidden * columns,
-            collective_seconds=collective,
+            collective=collective,
         )  # fmt: skip
 
     def experts(self) -> None:
@@ -220,13 +202,9 @@ class _Maker:
 
         def exchange(width: int) -> float:
             return all_to_all_seconds(
-                question.cluster,
-                self.layout.expert,
-                tokens=tokens,
-                vector_bytes=width * shape.hidden,
-                top_k=experts.top_k,
-                most_nodes=experts.most_nodes,
-            )
+                question.cluster, self.layout.expert, tokens=tokens, vector_bytes=width * shape.hidden,
+                top_k=experts.top_k, most_nodes=experts.most_nodes,
+            )  # fmt: skip
 
         self._traffic("dispatch", moved, (), ("d",), exchange=exchange(1 if is_fp8 else 2))
         self.nbytes["d"] = copies * shape.hidden * self._saved_width()
@@ -246,8 +224,7 @@ class _Maker:
 
     def _sum_seconds(self) -> float:
         """After attention. Where no gather stood before it, the sum on all ranks is here as a whole."""
-        latent = self.question.shape.latent
-        is_whole = latent is not None and latent.query_rank > 0 and not self.question.config.sequence_parallel
+        is_whole = self.question.shape.query_rank > 0 and not self.question.config.sequence_parallel
         return self._tensor_seconds() * (2 if is_whole else 1)
 
     def _short_seconds(self, width: int) -> float:
@@ -280,19 +257,17 @@ class _Maker:
         self._product(
             "to_" + "".join(columns_of), (source,), tokens * rows * total, tokens * (rows + total), rows * total,
             makes=tuple(columns_of),
-            collective_seconds=self._tensor_seconds() if gathered else self._short_seconds(short) if short else 0.0,
+            collective=self._tensor_seconds() if gathered else self._short_seconds(short) if short else 0.0,
         )  # fmt: skip
         op = self.ops[-1]
         for name, wide in columns_of.items():
             self.nbytes[name] = int(tokens * wide) * (self._saved_width() if narrow else 2)
             share = wide / sum(columns_of.values())
-            self.recipes[name] = (op.seconds * share + op.collective_seconds, (source,))
+            self.recipes[name] = (op.times.forward * share + op.times.collective, (source,))
 
     def _rows(self, source: str) -> float:
-        latent = self.question.shape.latent
-        if source == "n1" or latent is None:
-            return self.question.shape.hidden
-        return latent.query_rank if source == "cq" else latent.key_rank
+        shape = self.question.shape
+        return {"cq": shape.query_rank, "ckv": shape.key_rank}.get(source, shape.hidden)
 
     def _attend(self, heads: float) -> None:
         question, shape, context = self.question, self.question.shape, self.layout.context
@@ -303,23 +278,15 @@ class _Maker:
         back = question.hardware.attention_seconds(2.5 * flops, 0, "bfloat16", tokens=length, is_backward=True)
         exchanged = self.nbytes["k"] + self.nbytes["v"]
         ring = ring_seconds(question.cluster, context, context * exchanged, stride=self.layout.tensor)
-        self.ops.append(
-            Op(
-                name="attention",
-                seconds=seconds,
-                input_seconds=back,
-                reads=("q", "k", "v"),
-                makes=("a",),
-                saves_own=True,
-                collective_seconds=max(0.0, ring - seconds),  # keys come while those that are there are worked on
-            )
-        )
+        waits = max(0.0, ring - seconds)  # keys come while those that are there are worked on
+        times = StageTimes(forward=seconds, backward_input=back, collective=waits)
+        self.ops.append(Op(name="attention", times=times, reads=("q", "k", "v"), makes=("a",), saves_own=True))
         self._made("a", int(2 * self.tokens * heads * shape.value_width), "q", "k", "v")
 
     def _made(self, name: str, nbytes: int, *sources: str) -> None:
         """The last operator has made this, and makes it again from `sources`."""
         self.nbytes[name] = nbytes
-        self.recipes[name] = (self.ops[-1].seconds + self.ops[-1].collective_seconds, sources)
+        self.recipes[name] = (self.ops[-1].times.ahead, sources)
 
     def _product(
         self,
@@ -329,21 +296,18 @@ class _Maker:
         elements: float,
         weights: float,
         *,
+        makes: tuple[str, ...] = (),
+        collective: float = 0.0,
         fp8: bool = True,
-        **more: Any,
     ) -> None:
         dtype = "float8" if fp8 and self.question.config.precision == "fp8" else "bfloat16"
-        seconds = self.question.hardware.op_seconds(2.0 * multiplications, 2.0 * (elements + weights), dtype)
-        each: Any = {"seconds": seconds, "input_seconds": seconds, "weight_seconds": seconds}
-        self.ops.append(Op(name=name, reads=reads, **each, **more))
+        each = self.question.hardware.op_seconds(2.0 * multiplications, 2.0 * (elements + weights), dtype)
+        times = StageTimes(forward=each, backward_input=each, backward_weight=each, collective=collective)
+        self.ops.append(Op(name=name, times=times, reads=reads, makes=makes))
 
     def _traffic(
         self, name: str, nbytes: float, reads: tuple[str, ...], makes: tuple[str, ...], exchange: float = 0.0
     ) -> None:
         seconds = self.question.hardware.op_seconds(0, nbytes, "bfloat16", is_fused=True)
-        self.ops.append(
-            Op(
-                name=name, seconds=seconds, input_seconds=2 * seconds, reads=reads, makes=makes,
-                exchange_seconds=exchange,
-            )
-        )  # fmt: skip
+        times = StageTimes(forward=seconds, backward_input=2 * seconds, exchange=exchange)
+        self.ops.append(Op(name=name, times=times, reads=reads, makes=makes))

@@ -165,7 +165,7 @@ def _faults(layout: Layout, question: Question) -> Iterator[Fault]:
 def _faults_of_model(layout: Layout, question: Question) -> Iterator[Fault]:
     tensor, shape, config = layout.tensor, question.shape, question.config
     experts = shape.experts
-    key_heads = shape.heads if shape.latent is not None else shape.key_heads
+    key_heads = shape.heads if shape.key_rank else shape.key_heads
     if shape.heads % tensor or (key_heads % tensor and tensor % key_heads):
         yield "tensor", f"{shape.heads} heads do not divide over {tensor} tensor ranks"
     if shape.inner % tensor:

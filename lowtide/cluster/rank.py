@@ -219,7 +219,7 @@ def _step_of(loads: RankAtWorst, layers: Mapping[str, Layer]) -> tuple[Step, lis
         for index, kind in enumerate(loads.stages[stage].kinds):
             forwards[stage, chunk, index, kind] = len(ticks)
             for op in layers[kind].ops:
-                add(stage, op.seconds + op.collective_seconds)
+                add(stage, op.times.ahead)
     num_forward = len(ticks)
     for stage, chunk in sorted(order, key=lambda entry: (-entry[0], entry[1])):
         own = loads.stages[stage]
@@ -228,7 +228,7 @@ def _step_of(loads: RankAtWorst, layers: Mapping[str, Layer]) -> tuple[Step, lis
         for index, kind in reversed([*enumerate(own.kinds)]):
             backwards[stage, chunk, index, kind] = len(ticks)
             for op in reversed(layers[kind].ops):
-                add(stage, op.input_seconds + op.weight_seconds + op.collective_seconds)
+                add(stage, op.times.back)
     placed = [*_items(loads, layers, forwards, backwards)]
     items = tuple(item for _, item in placed)
     step = Step(ticks=tuple(ticks), num_forward_ticks=num_forward, items=items)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from lowtide.cluster.layer import Layer, make_layer
 from lowtide.cluster.layout import Layout, Question, layouts, schedules_of, split_layers
 from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, plan_rank, saved_bytes_of
-from lowtide.cluster.step import StageTimes, StepParts, least_seconds, step_parts
+from lowtide.cluster.step import StageTimes, StepParts, least_seconds, step_parts, total
 from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import hand_over_seconds, ring_seconds
 from lowtide.units import MIB, format_bytes, format_seconds
@@ -361,17 +361,10 @@ class Planner:
                     head_bytes=self._loss_bytes(tokens * columns, layout) if is_last else 0,
                 )
             )
-            each = [layers[kind].times for kind in mine]
             extra = (embed if is_first else 0.0) + (head if is_last else 0.0)
-            times.append(
-                StageTimes(
-                    forward=sum(t.forward for t in each) + extra,
-                    backward_input=sum(t.backward_input for t in each) + extra,
-                    backward_weight=sum(t.backward_weight for t in each) + (head if is_last else embed * is_first),
-                    collective=sum(t.collective for t in each),
-                    exchange=sum(t.exchange for t in each),
-                )
-            )
+            weight = head if is_last else embed * is_first
+            ends = StageTimes(forward=extra, backward_input=extra, backward_weight=weight)
+            times.append(total([*(layers[kind].times for kind in mine), ends]))
         return tuple(stages), tuple(times)
 
     def _loss_bytes(self, logits: float, layout: Layout) -> int:
@@ -383,25 +376,28 @@ class Planner:
             return plain
         return min(plain, int(_SLICED_LOGIT_BYTES * logits) + _SLICES_BYTES)
 
-    def _parameters(self, layout: Layout, stages: list[Stage], layers: Mapping[str, Layer]) -> tuple[float, float]:
-        """Of a rank with these stages: (those of layers, embedding and head; those of routed experts)."""
+    def _parameters(
+        self, layout: Layout, stages: Sequence[Stage], layers: Mapping[str, Layer]
+    ) -> tuple[float, float, float]:
+        """Of a rank with these stages: (those of layers, embedding and head; those of routed experts; those of its
+        shards)."""
         shape = self.question.shape
-        embedding = shape.embedding_parameters / layout.tensor
         ends = [stage.has_embedding for stage in stages], [stage.head_seconds > 0 for stage in stages]
         num_embeddings = sum(map(any, ends))
         if shape.is_tied:
             num_embeddings = min(num_embeddings, 1)
-        own = sum(layers[kind].parameters for stage in stages for kind in stage.kinds)
-        experts = sum(layers[kind].expert_parameters for stage in stages for kind in stage.kinds)
-        return own + num_embeddings * embedding, experts
+        kinds = [kind for stage in stages for kind in stage.kinds]
+        own: float = sum(layers[kind].parameters for kind in kinds)
+        own += num_embeddings * shape.embedding_parameters / layout.tensor
+        experts = sum(layers[kind].expert_parameters for kind in kinds)
+        shards = layout.optimizer_shards
+        return own, experts, own / shards + experts / min(shards, layout.expert_ranks)
 
     def _state_bytes(self, layout: Layout, stages: list[Stage], layers: Mapping[str, Layer]) -> tuple[int, int]:
         """Weights, gradients and the optimizer's state; and of these the last."""
-        own, experts = self._parameters(layout, stages, layers)
-        optimizer = MASTER_BYTES + 2 * self._moment_bytes
-        shards = layout.optimizer_shards
-        sharded = own / shards + experts / min(shards, layout.expert_ranks)
-        return int((WEIGHT_BYTES + GRADIENT_BYTES) * (own + experts) + optimizer * sharded), int(optimizer * sharded)
+        own, experts, sharded = self._parameters(layout, stages, layers)
+        optimizer = (MASTER_BYTES + 2 * self._moment_bytes) * sharded
+        return int((WEIGHT_BYTES + GRADIENT_BYTES) * (own + experts) + optimizer), int(optimizer)
 
     @property
     def _moment_bytes(self) -> int:
@@ -415,13 +411,11 @@ class Planner:
         gradients = optimizer = 0.0
         for rank in set(rank_of_stage):
             mine = [stage for stage, home in zip(stages, rank_of_stage, strict=True) if home == rank]
-            own, experts = self._parameters(layout, mine, layers)
+            own, experts, stepped = self._parameters(layout, mine, layers)
             # Shards: gradients are summed where their shard is, weights come back. Without, sums go to all.
             nbytes = GRADIENT_BYTES + (WEIGHT_BYTES if layout.optimizer_shards > 1 else GRADIENT_BYTES)
             exchange = ring_seconds(cluster, layout.shared_ranks, nbytes * own, stride=layout.tensor)
             exchange += ring_seconds(cluster, layout.expert_ranks, nbytes * experts, stride=layout.expert)
-            shards = layout.optimizer_shards
-            stepped = own / shards + experts / min(shards, layout.expert_ranks)
             traffic = GRADIENT_BYTES + WEIGHT_BYTES + 2 * (MASTER_BYTES + 2 * self._moment_bytes)
             gradients = max(gradients, exchange)
             optimizer = max(optimizer, stepped * traffic / self.question.hardware.memory_bytes_per_second)
@@ -430,6 +424,5 @@ class Planner:
 
 def _all_again(times: StageTimes, stage: Stage, layers: Mapping[str, Layer]) -> StageTimes:
     """Every layer runs its forward once more, collectives and all-to-all included."""
-    each = [layers[kind].times for kind in stage.kinds]
-    again, exchange = sum(its.forward + its.collective for its in each), sum(its.exchange for its in each)
-    return dataclasses.replace(times, recompute=again, recompute_exchange=exchange)
+    again = total(layers[kind].times for kind in stage.kinds)
+    return dataclasses.replace(times, recompute=again.ahead, recompute_exchange=again.exchange)

@@ -22,18 +22,6 @@ KNOWN = ("deepseek_v3", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latent:
-    """Queries, keys and values that come from short vectors (multi-head latent attention)."""
-
-    query_rank: int
-    """0: queries come straight from the hidden state."""
-    key_rank: int
-    """Of keys and values together."""
-    rope_width: int
-    """The part of each key that carries positions; it comes straight from the hidden state, one for all heads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """The experts of one layer."""
 
@@ -63,7 +51,12 @@ class ModelShape:
     inner: int
     """Of the MLP of dense layers."""
     is_gated: bool = True
-    latent: Latent | None = None
+    query_rank: int = 0
+    """Width of the short vectors that queries come from; 0: they come straight from the hidden state."""
+    key_rank: int = 0
+    """Width of those that keys and values come from together (multi-head latent attention); 0: there are none."""
+    rope_width: int = 0
+    """The part of each key that then comes straight from the hidden state, one for all heads: it carries positions."""
     experts: Experts | None = None
     is_tied: bool = False
     """The output layer's weight is that of the embedding."""
@@ -78,27 +71,21 @@ class ModelShape:
 
     def attention_parameters(self) -> int:
         """Of one layer, in matrices."""
-        queries, values = self.heads * self.key_width, self.heads * self.value_width
-        out = values * self.hidden
-        if self.latent is None:
+        queries, out = self.heads * self.key_width, self.heads * self.value_width * self.hidden
+        if not self.key_rank:
             return self.hidden * (queries + self.key_heads * (self.key_width + self.value_width)) + out
-        latent = self.latent
-        into_queries = latent.query_rank * (self.hidden + queries) if latent.query_rank else self.hidden * queries
-        down = self.hidden * (latent.key_rank + latent.rope_width)
-        return into_queries + down + latent.key_rank * self.up_columns + out
+        into_queries = (self.query_rank or self.hidden) * queries
+        return self.latent_parameters + into_queries + self.key_rank * self.up_columns + out
 
     @property
     def latent_parameters(self) -> int:
         """Of one layer, in the matrices that make short vectors: each tensor rank has them whole."""
-        if self.latent is None:
-            return 0
-        return self.hidden * (self.latent.query_rank + self.latent.key_rank + self.latent.rope_width)
+        return self.hidden * (self.query_rank + self.key_rank + self.rope_width)
 
     @property
     def up_columns(self) -> int:
-        """Of the matrix that makes keys and values from the latent vector."""
-        assert self.latent is not None
-        return self.heads * (self.key_width - self.latent.rope_width + self.value_width)
+        """Of the matrix that makes keys and values from short vectors."""
+        return self.heads * (self.key_width - self.rope_width + self.value_width)
 
     def mlp_parameters(self, inner: int) -> int:
         return (3 if self.is_gated else 2) * self.hidden * inner
@@ -128,13 +115,14 @@ def shape_of(config: Any) -> ModelShape:
             "model: a cluster is planned for layers whose MLP follows the attention; write "
             "'use_parallel_residual: false', or leave this model to a plan for one device"
         )
-    heads, hidden, latent = config.num_attention_heads, config.hidden_size, None
+    heads, hidden = config.num_attention_heads, config.hidden_size
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     key_width = value_width = getattr(config, "head_dim", None) or hidden // heads
+    latent: dict[str, int] = {}
     if kind == "deepseek_v3":
         rope = config.qk_rope_head_dim
         key_heads, key_width, value_width = heads, config.qk_nope_head_dim + rope, config.v_head_dim
-        latent = Latent(query_rank=config.q_lora_rank or 0, key_rank=config.kv_lora_rank, rope_width=rope)
+        latent = {"query_rank": config.q_lora_rank or 0, "key_rank": config.kv_lora_rank, "rope_width": rope}
     return ModelShape(
         name=kind,
         hidden=hidden,
@@ -146,9 +134,9 @@ def shape_of(config: Any) -> ModelShape:
         value_width=value_width,
         inner=config.intermediate_size,
         is_gated=kind != "gpt_neox",
-        latent=latent,
         experts=_experts(config) if kind in _EXPERTS else None,
         is_tied=bool(config.tie_word_embeddings),
+        **latent,
     )
 
 

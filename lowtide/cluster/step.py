@@ -1,9 +1,9 @@
 """One optimizer step of a layout: what each action takes, what pairs hide, and the pipeline on its clock.
 
-What: `StageTimes` has the times of one chunk of a stage; `step_parts` plays the schedule (pipeline/clock.py) with them
-and says where the time goes, on the rank that works most: compute, recompute, stalls, collectives of tensor and context
-ranks, the experts' all-to-all that nothing hides, waiting (the bubble), gradients and weights between the ranks that
-share them, and the optimizer.
+What: `StageTimes` has the times of one chunk of a stage, or of a part of it; `step_parts` plays the schedule
+(pipeline/clock.py) with them and says where the time goes, on the rank that works most: compute, recompute, stalls,
+collectives of tensor and context ranks, the experts' all-to-all that nothing hides, waiting (the bubble), gradients and
+weights between the ranks that share them, and the optimizer.
 A pair of a forward and a backward takes as long as its compute, slowed by the cluster's `overlap_share` for as long as
 its all-to-all lasts, or as long as its all-to-all where that is longer.
 
@@ -14,21 +14,22 @@ Not covered: shared experts that hide an all-to-all of their own micro-batch, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.cluster.layout import Schedules
-from lowtide.pipeline.clock import Played, play
+from lowtide.pipeline.clock import play
 from lowtide.pipeline.schedule import AnyAction, Kind, Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of one chunk of a stage, on one rank."""
+    """Seconds of one chunk of a stage on one rank, or of one operator of it."""
 
     forward: float
     backward_input: float
-    backward_weight: float
+    backward_weight: float = 0.0
     collective: float = 0.0
     """Of the forward; the backward has as much."""
     exchange: float = 0.0
@@ -39,6 +40,16 @@ class StageTimes:
     stall: float = 0.0
 
     @property
+    def ahead(self) -> float:
+        """The forward without its all-to-all."""
+        return self.forward + self.collective
+
+    @property
+    def back(self) -> float:
+        """The backward without its all-to-all."""
+        return self.backward_input + self.backward_weight + self.collective + self.recompute + self.stall
+
+    @property
     def compute(self) -> float:
         return self.forward + self.backward_input + self.backward_weight
 
@@ -46,6 +57,12 @@ class StageTimes:
     def plain(self) -> float:
         """One after the other, with everything kept."""
         return self.compute + 2 * (self.collective + self.exchange)
+
+
+def total(parts: Iterable[StageTimes]) -> StageTimes:
+    """Of all of them, one after the other."""
+    found = [*parts]
+    return StageTimes(**{name: sum(getattr(part, name) for part in found) for name in StageTimes.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +81,7 @@ class StepParts:
 
     @property
     def total(self) -> float:
-        return (
-            self.compute + self.recompute + self.stall + self.collective + self.exchange + self.bubble
-            + self.gradients + self.optimizer
-        )  # fmt: skip
+        return sum(dataclasses.astuple(self))
 
 
 def durations(stages: Sequence[StageTimes], overlap_share: float) -> Callable[[AnyAction], float]:
@@ -76,15 +90,14 @@ def durations(stages: Sequence[StageTimes], overlap_share: float) -> Callable[[A
     def seconds_of(action: AnyAction) -> float:
         if isinstance(action, Pair):
             forward, backward = (stages[part.stage] for part in action.parts)
-            busy = forward.forward + forward.collective + _backward(backward)
             exchange = forward.exchange + backward.exchange + backward.recompute_exchange
-            return max(busy + overlap_share * exchange, exchange)
+            return max(forward.ahead + backward.back + overlap_share * exchange, exchange)
         stage = stages[action.stage]
         if action.kind is Kind.FORWARD:
-            return stage.forward + stage.collective + stage.exchange
+            return stage.ahead + stage.exchange
         if action.kind is Kind.BACKWARD_WEIGHT:
             return stage.backward_weight
-        seconds = _backward(stage) + stage.exchange + stage.recompute_exchange
+        seconds = stage.back + stage.exchange + stage.recompute_exchange
         return seconds if action.kind is Kind.BACKWARD else seconds - stage.backward_weight
 
     return seconds_of
@@ -95,11 +108,6 @@ def least_seconds(stages: Sequence[StageTimes], overlap_share: float, *, has_pai
     busy = sum(stage.compute + 2 * stage.collective for stage in stages)
     exchange = sum(2 * stage.exchange for stage in stages)
     return max(busy + overlap_share * exchange, exchange) if has_pairs else busy + exchange
-
-
-def _backward(stage: StageTimes) -> float:
-    """Without its all-to-all."""
-    return stage.backward_input + stage.backward_weight + stage.collective + stage.recompute + stage.stall
 
 
 def step_parts(
@@ -115,23 +123,18 @@ def step_parts(
     """Where the time of one step goes."""
     seconds_of = durations(stages, overlap_share)
     played = play(schedules.schedule, seconds_of, transfer_seconds=transfer_seconds)
-    seconds, busy, rank = _ends(played)
+    seconds, busy_seconds = played.step_seconds, played.busy_seconds
+    rank = max(range(len(busy_seconds)), key=busy_seconds.__getitem__)
+    busy = busy_seconds[rank]
     if schedules.shorter is not None:
         before = play(schedules.shorter, seconds_of, transfer_seconds=transfer_seconds)
         few, fewer = schedules.schedule.num_micro_batches, schedules.shorter.num_micro_batches
         rounds = (num_micro_batches - few) / (few - fewer)
         seconds += rounds * (seconds - before.step_seconds)
         busy += rounds * (busy - before.busy_seconds[rank])
-    mine = [stages[stage] for stage in schedules.schedule.stages_of(rank)]
-    compute, recompute, stall, collective = (
-        num_micro_batches * sum(values)
-        for values in (
-            [stage.compute for stage in mine],
-            [stage.recompute for stage in mine],
-            [stage.stall for stage in mine],
-            [2 * stage.collective for stage in mine],
-        )
-    )
+    mine = total(stages[stage] for stage in schedules.schedule.stages_of(rank))
+    each = (mine.compute, mine.recompute, mine.stall, 2 * mine.collective)
+    compute, recompute, stall, collective = (num_micro_batches * value for value in each)
     told = compute + recompute + stall + collective
     shown = busy - told if busy > told * (1 + 1e-9) else 0.0
     return StepParts(
@@ -144,10 +147,3 @@ def step_parts(
         gradients=gradients,
         optimizer=optimizer,
     )
-
-
-def _ends(played: Played) -> tuple[float, float, int]:
-    """Seconds of the step, and the rank that works most of them."""
-    busy = played.busy_seconds
-    rank = max(range(len(busy)), key=busy.__getitem__)
-    return played.step_seconds, busy[rank], rank

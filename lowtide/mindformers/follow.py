@@ -103,12 +103,7 @@ def slicing_for(model: nn.Module, sections: Sections, resolution: Resolution, gr
     sliced_over = group if group is not None else tensor_parallel_group(model)
     if sliced_over is None:
         issues = Issues(compat=sections.compat, places=sections.places)
-        issues.tolerate(
-            f"recompute_config.{KEY_SLICES}",
-            "needs the tensor-parallel group, and no parameter of this model is a DTensor on a mesh dimension 'tp'",
-            meaning="it has no effect; give the group: lowtide.apply(..., tp_group=group)",
-            fix="give the group, lowtide.apply(..., tp_group=group), or set it to false",
-        )
+        issues.tolerate(f"recompute_config.{KEY_SLICES}", "no_tensor_group")
         return None, issues.warnings
     num_ranks = torch.distributed.get_world_size(sliced_over)
     if num_ranks == 1:

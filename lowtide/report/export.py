@@ -13,8 +13,9 @@ layers; its own kernels, which save other tensors; plans for a cluster (cluster/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
@@ -30,7 +31,6 @@ from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_cu
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
-SYSTEMS = ("transformers", "megatron", "mindspeed", "torchtitan", "mindformers")
 PREFETCH = 1
 """Operators ahead of its reader at which a swapped activation is asked for, where a file has to say a number. The
 timeline knows better, a file for another system's operators does not."""
@@ -38,7 +38,7 @@ timeline knows better, a file for another system's operators does not."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a framework can be told. Names are those of the plan."""
+    """What a framework can be told, in the plan's names; and once it was played, what a step takes under it."""
 
     lines: tuple[str, ...]
     """As the framework reads it."""
@@ -52,17 +52,10 @@ class Setting:
     """Compute waits for each copy."""
     moved_bytes: int = 0
     """Of the optimizer's state: elsewhere until it steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedSetting:
-    """A setting on the clock."""
-
-    setting: Setting
-    peak_bytes: int
-    step_seconds: float
+    peak_bytes: int = 0
+    step_seconds: float = 0.0
     """Forward and backward of one micro-batch."""
-    copied_bytes: int
+    copied_bytes: int = 0
     """Copied away, and back again."""
 
 
@@ -72,22 +65,15 @@ def export(plan: Plan, system: str, profile: Profile, *, link: Link) -> str:
     assert system in SYSTEMS
     if not plan.is_solved or plan.predicted is None:
         raise ConfigError("export: this plan was made from rules, not for a budget; translate its rules by hand")
-    has_gradients = _has_gradients(plan, profile)
-    budget_bytes = plan.budget_bytes or plan.predicted.peak_bytes
-    played = [
-        play_setting(setting, profile, link=link, budget_bytes=budget_bytes, has_gradients=has_gradients)
-        for setting in settings_for(system, plan, profile)
-    ]
-    nearest = _nearest(played, budget_bytes)
-    return (
-        "\n".join(
-            [*(f"# {line}" if line else "#" for line in _words(plan, system, profile, nearest)), *nearest.setting.lines]
-        )
-        + "\n"
-    )
+    how: Any = {"has_gradients": _has_gradients(plan, profile), "link": link}
+    how["budget_bytes"] = plan.budget_bytes or plan.predicted.peak_bytes
+    played = [play_setting(setting, profile, **how) for setting in settings_for(system, plan, profile)]
+    nearest = _nearest(played, how["budget_bytes"])
+    words = [f"# {line}" if line else "#" for line in _words(plan, system, profile, nearest)]
+    return "\n".join([*words, *nearest.lines, ""])
 
 
-def _nearest(played: Sequence[PlayedSetting], budget_bytes: int) -> PlayedSetting:
+def _nearest(played: Sequence[Setting], budget_bytes: int) -> Setting:
     """The fastest that fits; of equally fast ones that which moves least. Where none fits, the smallest."""
     fitting = [one for one in played if one.peak_bytes <= budget_bytes]
     if not fitting:
@@ -97,7 +83,7 @@ def _nearest(played: Sequence[PlayedSetting], budget_bytes: int) -> PlayedSettin
 
 def play_setting(
     setting: Setting, profile: Profile, *, link: Link, budget_bytes: int | None = None, has_gradients: bool = False
-) -> PlayedSetting:
+) -> Setting:
     """One step under a setting, on the timeline that plans are made on. Copies that block are there in full; others
     are fetched as early as `budget_bytes` allows."""
     swapped, made = set(setting.swapped), set(setting.made)
@@ -118,9 +104,8 @@ def play_setting(
     else:
         timeline = run(step, fates, link, budget_bytes=budget_bytes)
         peak_bytes, seconds = timeline.peak_bytes, timeline.step_seconds
-    return PlayedSetting(
-        setting=setting, peak_bytes=peak_bytes - setting.moved_bytes, step_seconds=seconds, copied_bytes=copied_bytes
-    )
+    peak_bytes -= setting.moved_bytes
+    return dataclasses.replace(setting, peak_bytes=peak_bytes, step_seconds=seconds, copied_bytes=copied_bytes)
 
 
 def _has_gradients(plan: Plan, profile: Profile) -> bool:
@@ -144,29 +129,21 @@ def _has_gradients(plan: Plan, profile: Profile) -> bool:
 # -- what frameworks can be told -----------------------------------------------------------------------------------
 
 
-def settings_for(system: str, plan: Plan, profile: Profile) -> Iterator[Setting]:
+Settings = Iterator[Setting]
+
+
+def settings_for(system: str, plan: Plan, profile: Profile) -> Settings:
     """All that are worth a look, the one that does nothing first."""
-    makers = {
-        "transformers": _transformers,
-        "megatron": _megatron,
-        "mindspeed": _mindspeed,
-        "torchtitan": _torchtitan,
-        "mindformers": _mindformers,
-    }
-    return makers[system](plan, profile)
+    return _MAKERS[system](plan, profile)
 
 
-def _transformers(plan: Plan, profile: Profile) -> Iterator[Setting]:
+def _transformers(plan: Plan, profile: Profile) -> Settings:
     """`TrainingArguments`, as YAML: every n-th layer from the first one on, its input on the device or on the host."""
     yield Setting(lines=("activation_checkpointing: false",))
-    seen = set()
     for every in range(1, len(plan.layers) + 1):
         layers = plan.layers[::every]
-        if layers in seen:
-            continue
-        seen.add(layers)
-        for offload in (False, True):
-            options = f"use_reentrant: false, every_n_layers: {every}, offload: {'true' if offload else 'false'}"
+        for offload, word in ((False, "false"), (True, "true")):
+            options = f"use_reentrant: false, every_n_layers: {every}, offload: {word}"
             yield Setting(
                 lines=("activation_checkpointing: true", f"activation_checkpointing_kwargs: {{{options}}}"),
                 layers=layers,
@@ -183,21 +160,15 @@ def _inputs(profile: Profile, layers: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(own))
 
 
-def _megatron(plan: Plan, profile: Profile) -> Iterator[Setting]:
+def _megatron(plan: Plan, profile: Profile) -> Settings:
     """Arguments of the command, one a line: the first layers of a stage."""
     yield Setting(lines=("# (no argument)",))
+    full = ("--recompute-granularity full", "--recompute-method block")
     for number in range(1, len(plan.layers) + 1):
-        yield Setting(
-            lines=(
-                "--recompute-granularity full",
-                "--recompute-method block",
-                f"--recompute-num-layers {number}",
-            ),
-            layers=plan.layers[:number],
-        )
+        yield Setting(lines=(*full, f"--recompute-num-layers {number}"), layers=plan.layers[:number])
 
 
-def _mindspeed(plan: Plan, profile: Profile) -> Iterator[Setting]:
+def _mindspeed(plan: Plan, profile: Profile) -> Settings:
     """Megatron-LM's, the activation function of the layers that do not run again, and the swapped optimizer: its flag
     moves all of the state."""
     moves = plan.optimizer is not None and bool(plan.optimizer.moved_bytes)
@@ -221,20 +192,14 @@ _ACTIVATION = ("mlp.act_fn.", "mlp.mul")
 """What their activation function of a gated MLP makes."""
 
 
-def _torchtitan(plan: Plan, profile: Profile) -> Iterator[Setting]:
+def _torchtitan(plan: Plan, profile: Profile) -> Settings:
     """Python, for the function that makes a `Trainer.Config`."""
     yield Setting(lines=("config.activation_checkpoint = None",))
-    yield Setting(
-        lines=(
-            "from torchtitan.distributed.activation_checkpoint import FullAC",
-            "",
-            "config.activation_checkpoint = FullAC.Config()",
-        ),
-        layers=plan.layers,
-    )
+    source = "from torchtitan.distributed.activation_checkpoint import FullAC"
+    yield Setting(lines=(source, "", "config.activation_checkpoint = FullAC.Config()"), layers=plan.layers)
 
 
-def _mindformers(plan: Plan, profile: Profile) -> Iterator[Setting]:
+def _mindformers(plan: Plan, profile: Profile) -> Settings:
     """`recompute_config` and `swap_config`: the plan itself, as far as its activations have names there; and the first
     layers of the stage."""
     for number in range(len(plan.layers) + 1):
@@ -309,31 +274,36 @@ def _by_pattern(named: Mapping[str, tuple[str, int]], form: str) -> list[str]:
     return [form.format(pattern, sorted(set(layers))) for pattern, layers in by_pattern.items()]
 
 
+_MAKERS: dict[str, Callable[[Plan, Profile], Settings]] = {
+    "transformers": _transformers,
+    "megatron": _megatron,
+    "mindspeed": _mindspeed,
+    "torchtitan": _torchtitan,
+    "mindformers": _mindformers,
+}
+SYSTEMS = tuple(_MAKERS)
+
+
 # -- what is lost --------------------------------------------------------------------------------------------------
 
 
-def _words(plan: Plan, system: str, profile: Profile, nearest: PlayedSetting) -> Iterator[str]:
+def _words(plan: Plan, system: str, profile: Profile, nearest: Setting) -> Iterator[str]:
     """The lines above the setting."""
     predicted, budget_bytes = plan.predicted, plan.budget_bytes
     assert predicted is not None
     yield f"lowtide plan {plan.digest()} of {profile.model}, for {system}."
-    yield (
-        f"The plan:     peak {format_bytes(predicted.peak_bytes)}, forward and backward "
-        f"{format_seconds(predicted.step_seconds)}."
-    )
-    yield (
-        f"This setting: peak {format_bytes(nearest.peak_bytes)}, forward and backward "
-        f"{format_seconds(nearest.step_seconds)}."
-    )
+    for what, its in (("The plan:    ", predicted), ("This setting:", nearest)):
+        seconds = format_seconds(its.step_seconds)
+        yield f"{what} peak {format_bytes(its.peak_bytes)}, forward and backward {seconds}."
     yield f"Both are predictions of one timeline: {predicted.certainty}."
     if budget_bytes is not None and nearest.peak_bytes > budget_bytes:
         over_bytes = nearest.peak_bytes - budget_bytes
         yield f"It does not fit: {format_bytes(over_bytes)} more than the budget of {format_bytes(budget_bytes)}."
         yield f"No setting of {system} that lowtide knows needs less."
-    lost = [*_lost(plan, profile, nearest.setting)]
+    lost = [*_lost(plan, profile, nearest)]
     yield "What it does otherwise than the plan:" if lost else "It does what the plan does."
     yield from (f"- {line}" for line in lost)
-    yield from _remarks(system)
+    yield from _REMARKS[system]
 
 
 _DONE = {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}
@@ -368,16 +338,20 @@ def _lost(plan: Plan, profile: Profile, setting: Setting) -> Iterator[str]:
         yield "the loss: in slices of rows in the plan, in one piece here, with its buffers"
 
 
-def _remarks(system: str) -> Iterator[str]:
-    if system == "transformers":
-        yield "Copies of `offload` run on the compute stream, so each is in the time in full. For HfArgumentParser."
-    elif system in ("megatron", "mindspeed"):
-        yield "`block` counts the layers of each pipeline stage; the plan is of one device, which has all of them."
-        if system == "mindspeed":
-            yield "--swap-optimizer needs --use-distributed-optimizer and fused AdamW; the time of its copies, which"
-            yield "no step of it hides, is not in the time above. What --swap-attention frees is not predicted."
-    elif system == "torchtitan":
-        yield "SelectiveAC and MemoryBudgetAC choose by operator, not by budget; lowtide does not predict them."
-    else:
-        yield f"backward_prefetch is {PREFETCH} everywhere, because its operators are not PyTorch's; the time above is"
-        yield "that of fetches that begin in time."
+_BLOCKS = "`block` counts the layers of each pipeline stage; the plan is of one device, which has all of them."
+_REMARKS = {
+    "transformers": (
+        "Copies of `offload` run on the compute stream, so each is in the time in full. For HfArgumentParser.",
+    ),
+    "megatron": (_BLOCKS,),
+    "mindspeed": (
+        _BLOCKS,
+        "--swap-optimizer needs --use-distributed-optimizer and fused AdamW; the time of its copies, which",
+        "no step of it hides, is not in the time above. What --swap-attention frees is not predicted.",
+    ),
+    "torchtitan": ("SelectiveAC and MemoryBudgetAC choose by operator, not by budget; lowtide does not predict them.",),
+    "mindformers": (
+        f"backward_prefetch is {PREFETCH} everywhere, because its operators are not PyTorch's; the time above is",
+        "that of fetches that begin in time.",
+    ),
+}

@@ -1,7 +1,8 @@
 """Pictures of a step, as SVG text: memory over time, lanes, what other budgets cost, and the steps of a run.
 
-What: each function draws one picture for a light page and gives its SVG; `on_dark` has it for a dark one. Text stays
-text, ids come from a fixed salt, no date is written: the same step gives the same bytes with the same matplotlib.
+What: each `draw_` function puts one picture into a figure; `svg` makes the figure and gives its text for a light page,
+`on_dark` that for a dark one. Text stays text, ids come from a fixed salt, no date is written: the same step gives the
+same bytes with the same matplotlib.
 Cost: a second to import matplotlib, then about 0.2 s a picture; long steps are thinned to what a screen can show.
 Not covered: anything one can click on.
 """
@@ -18,7 +19,7 @@ from lowtide.core.plan import Plan
 from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.played_step import OWNERS, Played, thinned_starts
-from lowtide.report.report import NOTHING, Measured, StepRow
+from lowtide.report.report import Measured, StepRow
 from lowtide.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ _MOST_BARS = 400
 """Most bars of a lane; beyond it neighbours are drawn as one bar."""
 _FAR = 2.5
 """A line so many times above all else is not drawn."""
-_LANES = ("compute", "stall", "out", "in")
-_LANE_NAMES = {"compute": "compute", "stall": "compute waits", "out": "copies out", "in": "copies in"}
+_LANES = {"compute": "compute", "stall": "compute waits", "out": "copies out", "in": "copies in"}
 _INK, _FAINT, _PLAIN, _BUDGET = "#1d2733", "#c9d1d9", "#6b7683", "#c2352b"
 _STATE, _KEPT, _SWAPPED, _RECOMPUTED = "#b4bfc9", "#2f6fb0", "#e08a2e", "#3d9a64"
 _OF_OWNERS = (_STATE, _KEPT, _SWAPPED, _RECOMPUTED)
@@ -40,6 +40,22 @@ _DARK_OF = {
     _STATE: "#5c6773", _KEPT: "#5b9bd8", _SWAPPED: "#f0a04b", _RECOMPUTED: "#5cc489",
 }  # fmt: skip
 """Colour of a light page -> of a dark one."""
+_DOTTED: Any = {"color": _PLAIN, "linewidth": 1.2, "linestyle": ":"}
+
+
+def svg(draw: Callable[..., None], *what: Any) -> str:
+    """The text of what `draw` puts into a figure."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("report: pictures need matplotlib; pip install 'lowtide[report]'") from None
+    with mpl.rc_context(_style()):
+        figure = Figure(layout="constrained")
+        draw(figure, *what)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
 
 
 def on_dark(picture: str) -> str:
@@ -49,182 +65,138 @@ def on_dark(picture: str) -> str:
     return picture
 
 
-def memory_picture(played: Played, measured: Measured = NOTHING) -> str:
+def draw_memory(figure: Figure, played: Played, measured: Measured) -> None:
     """Bytes on the device over the planned step, stacked by owner; the plain step, the budget and the measured peak as
     lines."""
-
-    def draw(figure: Figure) -> None:
-        figure.set_size_inches(9.2, 3.6)
-        panel = figure.subplots()
-        scale, unit = byte_unit(max(played.curve.plain_bytes))
-        starts = thinned_starts(len(played.starts), _MOST_POINTS)
-        times, time_word = time_unit(played.step_seconds)
-        x = np.append(np.array(played.starts)[starts], played.step_seconds) * times
-        shown = _fullest(np.array(played.curve.planned_bytes), starts)
-        stacked = [np.array(part)[shown] / scale for part in played.bytes_by_owner]
-        floor = np.zeros(len(starts))
-        for name, part, colour in zip(OWNERS, stacked, _OF_OWNERS, strict=True):
-            panel.fill_between(x, _step(floor), _step(floor + part), step="post", color=colour, linewidth=0, label=name)
-            floor = floor + part
-        plain = np.maximum.reduceat(np.array(played.curve.plain_bytes), starts) / scale
-        plain_x = np.append((np.cumsum(played.curve.seconds) - played.curve.seconds)[starts], sum(played.curve.seconds))
-        panel.plot(plain_x * times, _step(plain), color=_PLAIN, linewidth=1.2, linestyle=":",
-                   drawstyle="steps-post", label="everything kept")  # fmt: skip
-        most = max(float(plain.max()), float(floor.max()), (measured.peak_bytes or 0) / scale)
-        most = _draw_budget(panel, played.curve.budget_bytes, most, scale)
-        turn = played.starts[played.curve.num_forward_ticks] * times
-        if measured.peak_bytes is not None:
-            panel.axhline(measured.peak_bytes / scale, color=_INK, linewidth=1.2, label="peak, measured")
-        panel.axvline(turn, color=_FAINT, linewidth=1)
-        top = 1.12 * most
-        panel.set_ylim(0, top)
-        panel.set_xlim(0, max(float(x[-1]), float(plain_x[-1] * times)))
-        for shift, word, side in ((-5, "forward", "right"), (5, "backward", "left")):
-            panel.annotate(word, (turn, top), xytext=(shift, 0), textcoords="offset points", ha=side, va="top",
-                           fontsize=8, color=_INK)  # fmt: skip
-        panel.set(xlabel=f"time, {time_word}", ylabel=f"on the device, {unit}")
-        handles, labels = panel.get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
-
-    return svg(draw)
+    figure.set_size_inches(9.2, 3.6)
+    panel = figure.subplots()
+    scale, unit = _byte_unit(max(played.plain_bytes))
+    starts = thinned_starts(len(played.starts), _MOST_POINTS)
+    times, time_word = _time_unit(played.step_seconds)
+    x = np.append(np.array(played.starts)[starts], played.step_seconds) * times
+    shown = _fullest(np.array(played.planned_bytes), starts)
+    floor = np.zeros(len(starts))
+    for name, part, colour in zip(OWNERS, played.bytes_by_owner, _OF_OWNERS, strict=True):
+        top = floor + np.array(part)[shown] / scale
+        panel.fill_between(x, _step(floor), _step(top), step="post", color=colour, linewidth=0, label=name)
+        floor = top
+    plain = np.maximum.reduceat(np.array(played.plain_bytes), starts) / scale
+    plain_x = np.append((np.cumsum(played.seconds) - played.seconds)[starts], sum(played.seconds)) * times
+    panel.plot(plain_x, _step(plain), drawstyle="steps-post", label="everything kept", **_DOTTED)
+    most = max(float(plain.max()), float(floor.max()), (measured.peak_bytes or 0) / scale)
+    most = _draw_budget(panel, played.budget_bytes, most, scale)
+    turn = played.starts[played.num_forward_ticks] * times
+    if measured.peak_bytes is not None:
+        panel.axhline(measured.peak_bytes / scale, color=_INK, linewidth=1.2, label="peak, measured")
+    panel.axvline(turn, color=_FAINT, linewidth=1)
+    panel.set_ylim(0, 1.12 * most)
+    panel.set_xlim(0, max(float(x[-1]), float(plain_x[-1])))
+    for shift, word, side in ((-5, "forward", "right"), (5, "backward", "left")):
+        _note(panel, word, (turn, 1.12 * most), (shift, 0), ha=side, va="top")
+    panel.set(xlabel=f"time, {time_word}", ylabel=f"on the device, {unit}")
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
 
 
-def lane_picture(played: Played) -> str:
+def draw_lanes(figure: Figure, played: Played) -> None:
     """What compute and the two copy lanes do when, and when compute waits."""
-
-    def draw(figure: Figure) -> None:
-        figure.set_size_inches(9.2, 2.2)
-        panel = figure.subplots()
-        times, time_word = time_unit(played.step_seconds)
-        for row, lane in enumerate(_LANES):
-            events = [event for event in played.events if event.lane == lane]
-            again = [event for event in events if event.name.startswith("recompute ")]
-            others = [event for event in events if not event.name.startswith("recompute ")]
-            colour = {"stall": _BUDGET, "compute": _STATE}.get(lane, _SWAPPED)
-            for group, shade in ((others, colour), (again, _RECOMPUTED)):
-                bars = _bars([(event.start * times, event.end * times) for event in group], played.step_seconds * times)
-                panel.broken_barh(bars, (row - 0.36, 0.72), color=shade, linewidth=0)
-        panel.set_yticks(range(len(_LANES)), [_LANE_NAMES[lane] for lane in _LANES])
-        panel.invert_yaxis()
-        panel.set_ylim(len(_LANES) - 0.5, -0.5)
-        panel.set_xlim(0, played.step_seconds * times)
-        panel.grid(axis="y", visible=False)
-        panel.set_xlabel(f"time, {time_word}")
-        if any(event.name.startswith("recompute ") for event in played.events):
-            panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=_RECOMPUTED, fontsize=8)
-
-    return svg(draw)
+    figure.set_size_inches(9.2, 2.2)
+    panel = figure.subplots()
+    times, time_word = _time_unit(played.step_seconds)
+    for row, lane in enumerate(_LANES):
+        events = [event for event in played.events if event.lane == lane]
+        colour = {"stall": _BUDGET, "compute": _STATE}.get(lane, _SWAPPED)
+        for is_again, shade in ((False, colour), (True, _RECOMPUTED)):
+            group = [event for event in events if event.name.startswith("recompute ") == is_again]
+            bars = _bars([(event.start * times, event.end * times) for event in group], played.step_seconds * times)
+            panel.broken_barh(bars, (row - 0.36, 0.72), color=shade, linewidth=0)
+    panel.set_yticks(range(len(_LANES)), [*_LANES.values()])
+    panel.invert_yaxis()
+    panel.set_ylim(len(_LANES) - 0.5, -0.5)
+    panel.set_xlim(0, played.step_seconds * times)
+    panel.grid(axis="y", visible=False)
+    panel.set_xlabel(f"time, {time_word}")
+    if any(event.name.startswith("recompute ") for event in played.events):
+        panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=_RECOMPUTED, fontsize=8)
 
 
-def sweep_picture(rungs: Sequence[SweptBudget], measured: Measured = NOTHING) -> str | None:
-    """Time of a step against the budget; the plan's own is marked, and what was measured. None where there is only one
-    budget."""
-    if len(rungs) < 2:
-        return None
-
-    def draw(figure: Figure) -> None:
-        figure.set_size_inches(9.2, 3.2)
-        panel = figure.subplots()
-        scale, unit = byte_unit(max(swept.budget_bytes for swept in rungs))
-        points = [(swept.budget_bytes / scale, swept.predicted.step_seconds) for swept in rungs]
-        times, time_word = time_unit(max(seconds for _, seconds in points))
-        panel.plot([x for x, _ in points], [y * times for _, y in points], "o-", color=_KEPT, markersize=4)
-        for swept, (x, y) in zip(rungs, points, strict=True):
-            if swept.is_requested:
-                panel.plot([x], [y * times], "o", color=_BUDGET, markersize=9)
-                panel.annotate("you are here", (x, y * times), xytext=(8, 8), textcoords="offset points", fontsize=8,
-                               color=_INK)  # fmt: skip
-        if measured.peak_bytes is not None and measured.step_seconds is not None:
-            there = measured.peak_bytes / scale, measured.step_seconds * times
-            panel.plot([there[0]], [there[1]], "x", color=_INK, markersize=8)
-            panel.annotate("measured", there, xytext=(8, -12), textcoords="offset points", fontsize=8,
-                           color=_INK)  # fmt: skip
-        panel.axhline(rungs[0].predicted.plain_seconds * times, color=_PLAIN, linestyle=":", linewidth=1.2)
-        panel.annotate("everything kept", (points[-1][0], rungs[0].predicted.plain_seconds * times), xytext=(0, -10),
-                       textcoords="offset points", fontsize=8, color=_PLAIN)  # fmt: skip
-        panel.margins(y=0.2)
-        panel.set(xlabel=f"budget, {unit}", ylabel=f"predicted step, {time_word}")
-
-    return svg(draw)
+def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget], measured: Measured) -> None:
+    """Time of a step against the budget; the plan's own is marked, and what was measured."""
+    figure.set_size_inches(9.2, 3.2)
+    panel = figure.subplots()
+    scale, unit = _byte_unit(max(swept.budget_bytes for swept in rungs))
+    times, time_word = _time_unit(max(swept.predicted.step_seconds for swept in rungs))
+    points = [(swept.budget_bytes / scale, swept.predicted.step_seconds * times) for swept in rungs]
+    panel.plot([x for x, _ in points], [y for _, y in points], "o-", color=_KEPT, markersize=4)
+    for here in (point for swept, point in zip(rungs, points, strict=True) if swept.is_requested):
+        panel.plot(*([each] for each in here), "o", color=_BUDGET, markersize=9)
+        _note(panel, "you are here", here, (8, 8))
+    if measured.peak_bytes is not None and measured.step_seconds is not None:
+        there = measured.peak_bytes / scale, measured.step_seconds * times
+        panel.plot(*([each] for each in there), "x", color=_INK, markersize=8)
+        _note(panel, "measured", there, (8, -12))
+    plain = rungs[0].predicted.plain_seconds * times
+    panel.axhline(plain, **_DOTTED)
+    _note(panel, "everything kept", (points[-1][0], plain), (0, -10), color=_PLAIN)
+    panel.margins(y=0.2)
+    panel.set(xlabel=f"budget, {unit}", ylabel=f"predicted step, {time_word}")
 
 
-def history_picture(history: Sequence[StepRow], plan: Plan | None) -> str | None:
-    """Loss, time and peak of each step of a run, with the predicted peak and the budget; None without steps."""
-    if not history:
-        return None
-
-    def draw(figure: Figure) -> None:
-        peaks = [row.peak_bytes for row in history]
-        has_peaks = all(peak is not None for peak in peaks)
-        figure.set_size_inches(9.2, 2.6)
-        panels = figure.subplots(1, 3 if has_peaks else 2)
-        steps = [row.step for row in history]
-        mark = "o" if len(history) == 1 else ""
-        panels[0].plot(steps, [row.loss for row in history], color=_KEPT, marker=mark)
-        panels[0].set_title("loss", fontsize=9)
-        times, time_word = time_unit(max(row.seconds for row in history))
-        panels[1].plot(steps, [row.seconds * times for row in history], color=_SWAPPED, marker=mark)
-        panels[1].set_title(f"time of a step, {time_word}", fontsize=9)
-        panels[1].set_ylim(bottom=0)
-        if has_peaks:
-            budget = plan.budget_bytes if plan is not None else None
-            predicted = plan.predicted.peak_bytes if plan is not None and plan.predicted is not None else None
-            most = max(predicted or 0, *(peak or 0 for peak in peaks))
-            scale, unit = byte_unit(most)
-            panels[2].plot(
-                steps, [(peak or 0) / scale for peak in peaks], color=_RECOMPUTED, marker=mark, label="measured"
-            )
-            if predicted is not None:
-                panels[2].axhline(predicted / scale, color=_PLAIN, linestyle=":", linewidth=1.2, label="predicted")
-            _draw_budget(panels[2], budget, most / scale, scale)
-            panels[2].set_title(f"peak on the device, {unit}", fontsize=9)
-            panels[2].set_ylim(bottom=0)
-            panels[2].legend(loc="lower right", fontsize=8)
-        for panel in panels:
-            panel.set_xlabel("step")
-            if len(history) == 1:
-                panel.set_xticks(steps)
-            else:
-                panel.locator_params(axis="x", integer=True, nbins=6)
-
-    return svg(draw)
-
-
-def svg(draw: Callable[[Figure], None]) -> str:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("report: pictures need matplotlib; pip install 'lowtide[report]'") from None
-    with mpl.rc_context(_style()):
-        figure = Figure(layout="constrained")
-        draw(figure)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()
+def draw_history(figure: Figure, history: Sequence[StepRow], plan: Plan | None) -> None:
+    """Loss, time and peak of each step of a run, with the predicted peak and the budget."""
+    has_peaks = all(row.peak_bytes is not None for row in history)
+    figure.set_size_inches(9.2, 2.6)
+    panels = figure.subplots(1, 3 if has_peaks else 2)
+    times, time_word = _time_unit(max(row.seconds for row in history))
+    steps = [row.step for row in history]
+    mark = "o" if len(history) == 1 else ""
+    panels[0].plot(steps, [row.loss for row in history], color=_KEPT, marker=mark)
+    panels[0].set_title("loss", fontsize=9)
+    panels[1].plot(steps, [row.seconds * times for row in history], color=_SWAPPED, marker=mark)
+    panels[1].set_title(f"time of a step, {time_word}", fontsize=9)
+    if has_peaks:
+        predicted = plan.predicted.peak_bytes if plan is not None and plan.predicted is not None else None
+        most = max(predicted or 0, *(row.peak_bytes or 0 for row in history))
+        scale, unit = _byte_unit(most)
+        peaks = [(row.peak_bytes or 0) / scale for row in history]
+        panels[2].plot(steps, peaks, color=_RECOMPUTED, marker=mark, label="measured")
+        if predicted is not None:
+            panels[2].axhline(predicted / scale, label="predicted", **_DOTTED)
+        _draw_budget(panels[2], plan.budget_bytes if plan is not None else None, most / scale, scale)
+        panels[2].set_title(f"peak on the device, {unit}", fontsize=9)
+        panels[2].legend(loc="lower right", fontsize=8)
+    for panel in panels:
+        panel.set_xlabel("step")
+        if panel is not panels[0]:
+            panel.set_ylim(bottom=0)
+        if len(history) == 1:
+            panel.set_xticks(steps)
+        else:
+            panel.locator_params(axis="x", integer=True, nbins=6)
 
 
 def _style() -> Any:
+    clear = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
     ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
     return {
         "svg.hashsalt": "lowtide",
         "svg.fonttype": "none",
         "font.family": "sans-serif",
         "font.size": 9,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "savefig.facecolor": "none",
-        "axes.edgecolor": _FAINT,
-        "grid.color": _FAINT,
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.alpha": 0.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
         "path.simplify": True,
+        **dict.fromkeys(clear, "none"),
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), _FAINT),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         **dict.fromkeys(ink, _INK),
     }
+
+
+def _note(panel: Any, text: str, at: tuple[float, float], shift: tuple[int, int], **how: Any) -> None:
+    """Small text beside a point."""
+    panel.annotate(text, at, xytext=shift, textcoords="offset points", fontsize=8, **{"color": _INK, **how})
 
 
 def _step(values: np.ndarray) -> np.ndarray:
@@ -264,9 +236,9 @@ def _bars(spans: Sequence[tuple[float, float]], total: float) -> list[tuple[floa
     return bars
 
 
-def byte_unit(most_bytes: int) -> tuple[int, str]:
+def _byte_unit(most_bytes: int) -> tuple[int, str]:
     return (GIB, "GiB") if most_bytes >= GIB else (MIB, "MiB")
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
+def _time_unit(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 1 else (1e3, "ms")

@@ -37,27 +37,6 @@ _STATE, _RECOMPUTED = 0, 3
 _OWNER_OF = {Fate.KEEP: 1, Fate.SWAP: 2, Fate.RECOMPUTE: _RECOMPUTED}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Bytes on the device in each tick of the step."""
-
-    seconds: tuple[float, ...]
-    """How long each tick takes in the plain step."""
-    num_forward_ticks: int
-    plain_bytes: tuple[int, ...]
-    planned_bytes: tuple[int, ...]
-    budget_bytes: int | None
-
-    def thinned(self, max_points: int) -> dict[str, list[float] | list[int]]:
-        """Lists for JSON of at most `max_points` points; each has the most bytes of the ticks that it stands for."""
-        starts = thinned_starts(len(self.seconds), max_points)
-        return {
-            "start_seconds": (np.cumsum(self.seconds) - self.seconds)[starts].tolist(),
-            "plain_bytes": np.maximum.reduceat(self.plain_bytes, starts).tolist(),
-            "planned_bytes": np.maximum.reduceat(self.planned_bytes, starts).tolist(),
-        }
-
-
 def thinned_starts(num_ticks: int, max_points: int) -> np.ndarray:
     """Where at most so many parts of the ticks begin, all about equal."""
     count = min(max_points, num_ticks)
@@ -78,19 +57,35 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One step of a plan on the clock."""
+    """One step of a plan on the clock. What is there for each tick of the step is in their order."""
 
-    curve: Curve
+    seconds: tuple[float, ...]
+    """How long each tick takes in the plain step."""
+    num_forward_ticks: int
+    plain_bytes: tuple[int, ...]
+    """On the device in each tick of the plain step."""
+    planned_bytes: tuple[int, ...]
+    """The same of the plan."""
+    budget_bytes: int | None
     starts: tuple[float, ...]
     """When each tick starts in the planned step, stalls and recomputation included. Seconds."""
     bytes_by_owner: tuple[tuple[int, ...], ...]
-    """In the order of `OWNERS`, one entry a tick; together the planned curve."""
+    """In the order of `OWNERS`, one entry a tick; together the planned bytes."""
     step_seconds: float
     events: tuple[Event, ...]
     """Events on the lanes 'compute', 'out', 'in' and 'stall', by start."""
     blocks: tuple[Block, ...] = ()
     """Activations, retained inputs and travelling optimizer state: twice where something leaves and comes back. What
     else is on the device has no blocks."""
+
+    def thinned(self, max_points: int) -> dict[str, list[float] | list[int]]:
+        """Curves as lists for JSON of at most `max_points` points; each has the most bytes of its ticks."""
+        starts = thinned_starts(len(self.seconds), max_points)
+        return {
+            "start_seconds": (np.cumsum(self.seconds) - self.seconds)[starts].tolist(),
+            "plain_bytes": np.maximum.reduceat(self.plain_bytes, starts).tolist(),
+            "planned_bytes": np.maximum.reduceat(self.planned_bytes, starts).tolist(),
+        }
 
     def to_json(self) -> str:
         """As text; `Played.from_json` gives back an equal one."""
@@ -138,19 +133,15 @@ def play(
         fates += placed_fates(placed, profile.state, shares)
     limit_bytes = None if plan.predicted is None else plan.predicted.limit_bytes
     timeline = run(problem.step, fates, link, budget_bytes=limit_bytes or plan.budget_bytes, with_events=True)
-    curve = Curve(
+    events = tuple(sorted(timeline.events, key=lambda event: event.start))
+    presences = _presences(problem.step, fates, timeline, num_items)
+    return Played(
         seconds=seconds,
         num_forward_ticks=problem.step.num_forward_ticks,
         plain_bytes=plain,
         planned_bytes=timeline.curve[:num_ticks],
         budget_bytes=plan.budget_bytes,
-    )
-    events = tuple(sorted(timeline.events, key=lambda event: event.start))
-    presences = _presences(problem.step, fates, timeline, num_items)
-    starts = _starts(events, curve)
-    return Played(
-        curve=curve,
-        starts=starts,
+        starts=_starts(events, num_ticks, problem.step.num_forward_ticks),
         bytes_by_owner=_by_owner(problem.step, timeline, presences, num_ticks),
         step_seconds=timeline.step_seconds,
         events=_named_again(events, problem, again, profile.layers),
@@ -191,14 +182,13 @@ def _named_again(
     return tuple(dataclasses.replace(event, name=names.get(event.name, event.name)) for event in events)
 
 
-def _starts(events: Sequence[Event], curve: Curve) -> tuple[float, ...]:
+def _starts(events: Sequence[Event], num_ticks: int, num_forward_ticks: int) -> tuple[float, ...]:
     """Each tick starts where the one before it has ended; what a tick recomputes comes before it."""
     ends = {event.name: event.end for event in events if event.lane == "compute"}
     starts, now = [], 0.0
-    for tick in range(len(curve.seconds)):
+    for tick in range(num_ticks):
         starts.append(now)
-        is_forward = tick < curve.num_forward_ticks
-        name = f"forward {tick}" if is_forward else f"backward {tick - curve.num_forward_ticks}"
+        name = f"forward {tick}" if tick < num_forward_ticks else f"backward {tick - num_forward_ticks}"
         now = max(now, ends.get(name, now))  # sums of floats may step back by their last digit
     return tuple(starts)
 

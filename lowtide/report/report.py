@@ -23,14 +23,8 @@ from lowtide.report.played_step import OWNERS, Played, play
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One large figure."""
-
-    what: str
-    value: str
-    beside: str = ""
+Tile = tuple[str, str, str]
+"""One large figure: what it is, its value, and what stands beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +81,22 @@ class Report:
     @property
     def remarks(self) -> list[str]:
         """How sure the plan is, and what else a reader should know first."""
-        return [] if self.plan is None or self.plan.predicted is None else remarks_of(self.plan)
+        if self.plan is None or self.plan.predicted is None:
+            return []
+        sure, gap = self.plan.predicted.certainty, 100 * self.plan.predicted.gap
+        remarks = [f"How sure: {sure}; at most {gap:.1f} % from the fastest plan possible on this clock."]
+        remarks += [f"{line[0].upper()}{line[1:]}." for line in why_unswapped(self.plan)]
+        return remarks + ["This plan does nothing: everything fits."] * self.plan.does_nothing
 
     @property
     def tables(self) -> list[Table]:
-        """All of them."""
-        account = [account_table(self.plan)] if self.plan is not None and self.plan.account else []
-        return [*account, *self.more_tables]
+        """All of them; where the bytes are at the worst moment comes first."""
+        if self.plan is None or not self.plan.account:
+            return [*self.more_tables]
+        rows = [("", "everything kept", "planned")]
+        rows += [(it.what, format_bytes(it.plain_bytes), format_bytes(it.planned_bytes)) for it in self.plan.account]
+        caption = "Predicted. What is on the device when it holds the most, without the plan and with it."
+        return [Table(title="At the worst moment", caption=caption, rows=tuple(rows)), *self.more_tables]
 
 
 def report_of_plan(
@@ -128,39 +131,32 @@ def report_of_plan(
 
 
 def document(report: Report) -> dict[str, Any]:
-    """The same as plain data, thinned to about a thousand points."""
+    """The same as plain data, thinned to about a thousand points. JSON knows neither nan nor infinity."""
     played = report.played
     return {
         "title": report.title,
         "subtitle": report.subtitle,
-        "figures": [dataclasses.asdict(tile) for tile in report.tiles],
+        "figures": [dict(zip(("what", "value", "beside"), tile, strict=True)) for tile in report.tiles],
         "remarks": report.remarks,
         "plan": None if report.plan is None else json.loads(report.plan.to_json()),
         "step": None if played is None else _step_document(played),
         "budgets": [swept.document() for swept in report.sweep],
         "tables": [dataclasses.asdict(table) for table in report.tables],
-        "steps": [_step_row(row) for row in report.history],
+        "steps": [
+            dataclasses.asdict(row) | {"loss": row.loss if math.isfinite(row.loss) else None} for row in report.history
+        ],
     }
 
 
-def _step_row(row: StepRow) -> dict[str, Any]:
-    """JSON knows neither nan nor infinity."""
-    return dataclasses.asdict(row) | ({} if math.isfinite(row.loss) else {"loss": None})
-
-
 def _step_document(played: Played) -> dict[str, Any]:
+    owners = {owner: max(part) for owner, part in zip(OWNERS, played.bytes_by_owner, strict=True) if part}
+    stalls = [event for event in played.events if event.lane == "stall"]
     return {
-        **played.curve.thinned(_MOST_POINTS),
+        **played.thinned(_MOST_POINTS),
         "step_seconds": played.step_seconds,
         "num_ticks": len(played.starts),
-        "peak_bytes_by_owner": {
-            owner: max(part) for owner, part in zip(OWNERS, played.bytes_by_owner, strict=True) if part
-        },
-        "stalls": [
-            {"for": event.name, "start_seconds": event.start, "seconds": event.end - event.start}
-            for event in played.events
-            if event.lane == "stall"
-        ],
+        "peak_bytes_by_owner": owners,
+        "stalls": [{"for": its.name, "start_seconds": its.start, "seconds": its.end - its.start} for its in stalls],
     }
 
 
@@ -168,30 +164,38 @@ def tiles_of(plan: Plan, measured: Measured) -> Iterator[Tile]:
     """Predicted figures, with measured ones beside them where there are any."""
     predicted = plan.predicted
     assert predicted is not None
-    more = predicted.step_seconds / predicted.plain_seconds - 1 if predicted.plain_seconds else 0.0
+
+    def off(value: float, of: float) -> str:
+        return f"{100 * (value / of - 1 if of else 0.0):+.1f} %"
+
     budget = "no budget" if plan.budget_bytes is None else f"of {format_bytes(plan.budget_bytes)}"
-    yield Tile("peak, predicted", format_bytes(predicted.peak_bytes), budget)
+    yield "peak, predicted", format_bytes(predicted.peak_bytes), budget
     if measured.peak_bytes is not None:
-        off = measured.peak_bytes / predicted.peak_bytes - 1 if predicted.peak_bytes else 0.0
-        beside = "temporaries not counted" if measured.is_without_temporaries else f"{100 * off:+.1f} % off"
-        yield Tile("peak, measured", format_bytes(measured.peak_bytes), beside)
+        beside = f"{off(measured.peak_bytes, predicted.peak_bytes)} off"
+        yield measured_peak(measured, beside)
     floor = "" if predicted.floor_bytes is None else f"floor {format_bytes(predicted.floor_bytes)}"
-    yield Tile("everything kept", format_bytes(predicted.plain_peak_bytes), floor)
+    yield "everything kept", format_bytes(predicted.plain_peak_bytes), floor
     saved_bytes = predicted.plain_peak_bytes - predicted.peak_bytes
-    yield saved_tile("the plan", saved_bytes, predicted.plain_peak_bytes, "everything kept")
-    yield Tile("step, predicted", format_seconds(predicted.step_seconds), f"{100 * more:+.1f} % to everything kept")
+    yield _saved_tile("the plan", saved_bytes, predicted.plain_peak_bytes, "everything kept")
+    seconds = predicted.step_seconds
+    yield "step, predicted", format_seconds(seconds), f"{off(seconds, predicted.plain_seconds)} to everything kept"
     if measured.step_seconds is not None:
-        off = measured.step_seconds / predicted.step_seconds - 1 if predicted.step_seconds else 0.0
-        yield Tile("step, measured", format_seconds(measured.step_seconds), f"{100 * off:+.1f} % off")
+        yield "step, measured", format_seconds(measured.step_seconds), f"{off(measured.step_seconds, seconds)} off"
     waits = format_seconds(predicted.stall_seconds + predicted.recompute_seconds)
-    yield Tile("waits and recompute", waits, f"{format_seconds(predicted.stall_seconds)} waits")
+    yield "waits and recompute", waits, f"{format_seconds(predicted.stall_seconds)} waits"
 
 
-def saved_tile(who: str, saved_bytes: int, whole_bytes: int, of_what: str) -> Tile:
+def measured_peak(measured: Measured, beside: str = "") -> Tile:
+    """A peak without temporaries is compared with nothing."""
+    lacks = "temporaries not counted" if measured.is_without_temporaries else beside
+    return "peak, measured", format_bytes(measured.peak_bytes or 0), lacks
+
+
+def _saved_tile(who: str, saved_bytes: int, whole_bytes: int, of_what: str) -> Tile:
     """What was won, and which share of the whole that is."""
     saved_bytes = max(saved_bytes, 0)
     share = saved_bytes / whole_bytes if whole_bytes else 0.0
-    return Tile(f"saved by {who}", format_bytes(saved_bytes), f"{100 * share:.0f} % of {of_what}")
+    return f"saved by {who}", format_bytes(saved_bytes), f"{100 * share:.0f} % of {of_what}"
 
 
 def saved_tile_of_forwards(who: str, *, saved_bytes: int, held_bytes: int, num_forwards: int) -> Tile:
@@ -202,25 +206,4 @@ def saved_tile_of_forwards(who: str, *, saved_bytes: int, held_bytes: int, num_f
     passes = max(num_forwards, 1)
     whole = saved_bytes // passes
     of_what = f"the {format_bytes(whole)} that a forward pass saves"
-    return saved_tile(who, whole - held_bytes // passes, whole, of_what)
-
-
-def remarks_of(plan: Plan) -> list[str]:
-    predicted = plan.predicted
-    assert predicted is not None
-    remarks = [
-        f"How sure: {predicted.certainty}; at most {100 * predicted.gap:.1f} % from the fastest plan possible on this "
-        "clock."
-    ]
-    remarks += [f"{line[0].upper()}{line[1:]}." for line in why_unswapped(plan)]
-    if plan.does_nothing:
-        remarks.append("This plan does nothing: everything fits.")
-    return remarks
-
-
-def account_table(plan: Plan) -> Table:
-    """Where the bytes are at the worst moment."""
-    rows = [("", "everything kept", "planned")]
-    rows += [(line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)) for line in plan.account]
-    caption = "Predicted. What is on the device when it holds the most, without the plan and with it."
-    return Table(title="At the worst moment", caption=caption, rows=tuple(rows))
+    return _saved_tile(who, whole - held_bytes // passes, whole, of_what)

@@ -25,6 +25,7 @@ from lowtide.report.report import (
     StepRow,
     Table,
     Tile,
+    measured_peak,
     report_of_plan,
     saved_tile_of_forwards,
     tiles_of,
@@ -65,17 +66,14 @@ def report_of_handle(handle: Tide | Tides) -> Report:
 
 
 def _of_rules(name: str, plan: Plan, stats: Stats, peak_bytes: int) -> Report:
+    held_bytes = stats.kept_bytes + stats.aliased_bytes
+    how: Any = {"saved_bytes": stats.saved_bytes, "held_bytes": held_bytes, "num_forwards": stats.num_forwards}
     tiles = (
-        Tile("peak, measured", format_bytes(peak_bytes)),
-        saved_tile_of_forwards(
-            "the rules",
-            saved_bytes=stats.saved_bytes,
-            held_bytes=stats.kept_bytes + stats.aliased_bytes,
-            num_forwards=stats.num_forwards,
-        ),
-        Tile("swapped", format_bytes(stats.swapped_bytes), "in all forward passes"),
-        Tile("recomputed", format_bytes(stats.recomputed_bytes), "in all forward passes"),
-        Tile("waits for copies", format_seconds(stats.stall_seconds)),
+        ("peak, measured", format_bytes(peak_bytes), ""),
+        saved_tile_of_forwards("the rules", **how),
+        ("swapped", format_bytes(stats.swapped_bytes), "in all forward passes"),
+        ("recomputed", format_bytes(stats.recomputed_bytes), "in all forward passes"),
+        ("waits for copies", format_seconds(stats.stall_seconds), ""),
     )
     return Report(
         title=f"{name}: a run by rules",
@@ -87,8 +85,8 @@ def _of_rules(name: str, plan: Plan, stats: Stats, peak_bytes: int) -> Report:
 
 
 def _figures(stats: Stats) -> Table:
-    rows = [("", "since the plan came into force")]
-    for what, value in (
+    rows = (
+        ("", "since the plan came into force"),
         ("forward passes", str(stats.num_forwards)),
         ("kept", format_bytes(stats.kept_bytes)),
         ("swapped", format_bytes(stats.swapped_bytes)),
@@ -98,24 +96,16 @@ def _figures(stats: Stats) -> Table:
         ("saved tensors that the plan did not expect", str(stats.num_divergences)),
         ("sent away near the limit", format_bytes(stats.spilled_bytes)),
         ("host and disk bytes reserved now", f"{format_bytes(stats.host_bytes)}, {format_bytes(stats.disk_bytes)}"),
-    ):
-        rows.append((what, value))
-    return Table(title="What was measured", caption="Totals of this rank.", rows=tuple(rows))
+    )
+    return Table(title="What was measured", caption="Totals of this rank.", rows=rows)
 
 
 def history_of(handle: Tides) -> tuple[Table, ...]:
     """A table of each decision; none where nothing happened."""
     rows = [("after forward pass", "why", "budget for the solver", "plan", "took")]
-    rows += [
-        (
-            str(event.forward),
-            event.why,
-            "-" if event.budget_bytes is None else format_bytes(event.budget_bytes),
-            event.digest,
-            format_seconds(event.seconds),
-        )
-        for event in handle.events
-    ]
+    for event in handle.events:
+        budget = "-" if event.budget_bytes is None else format_bytes(event.budget_bytes)
+        rows.append((str(event.forward), event.why, budget, event.digest, format_seconds(event.seconds)))
     caption = "Each time that the plan was made or corrected."
     return (Table(title="What happened", caption=caption, rows=tuple(rows)),) if len(rows) > 1 else ()
 
@@ -128,10 +118,9 @@ _Read = TypeVar("_Read")
 def report_of_folder(folder: Path) -> Report:
     """Raises ConfigError for a folder that is no run's, and for files that were edited badly."""
     metrics = folder / METRICS
-    if folder.is_file():
-        raise ConfigError(f"{folder}: this is a file; give the train.output_dir of a run of `lowtide train`")
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give the train.output_dir of a run of `lowtide train`")
+        wrong = "this is a file" if folder.is_file() else "no such folder"
+        raise ConfigError(f"{folder}: {wrong}; give the train.output_dir of a run of `lowtide train`")
     if not metrics.is_file():
         raise ConfigError(
             f"{folder}: no run of `lowtide train`: there is no {METRICS} in it; give its train.output_dir"
@@ -144,19 +133,20 @@ def report_of_folder(folder: Path) -> Report:
     plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, Played.from_json)
     if plan is None or played is None:
         plan = played = None
-    recorded = (rows[-1] if rows else {}).get("plan") or {}
+    last = rows[-1] if rows else {}
+    recorded = last.get("plan") or {}
     same = [row for row in rows if (row.get("plan") or {}).get("digest") == recorded.get("digest")]
     peaks = [row["peak_bytes"] for row in same if row["peak_bytes"] is not None]  # not those of plans that are gone
     measured = Measured(
         peak_bytes=max(peaks, default=None),
-        is_without_temporaries=any(row.get("device") == "cpu" for row in rows[-1:]),
+        is_without_temporaries=last.get("device") == "cpu",
         step_seconds=recorded.get("measured_seconds"),
     )
     within = f" within {format_bytes(plan.budget_bytes)}" if plan is not None and plan.budget_bytes else ""
     return Report(
         title=f"{folder.name or folder.resolve().name}: a run{within}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
-        tiles=tuple(_tiles(plan, history, measured, _moved(rows[-1] if rows else {}))),
+        tiles=tuple(_tiles(plan, history, measured, last)),
         plan=plan,
         played=played,
         history=history,
@@ -164,36 +154,29 @@ def report_of_folder(folder: Path) -> Report:
     )
 
 
-def _tiles(
-    plan: Plan | None,
-    history: tuple[StepRow, ...],
-    measured: Measured,
-    moved: Tile | None,
-) -> Iterator[Tile]:
-    last = history[-1] if history else None
-    yield Tile("steps done", str(last.step if last else 0), f"loss {last.loss:.4f}" if last else "no loss yet")
+def _tiles(plan: Plan | None, history: tuple[StepRow, ...], measured: Measured, last: dict[str, Any]) -> Iterator[Tile]:
+    if not history:
+        yield "steps done", "0", "no loss yet"
+    else:
+        yield "steps done", str(history[-1].step), f"loss {history[-1].loss:.4f}"
     if plan is not None:
         yield from tiles_of(plan, measured)
-    elif last is not None:
+    elif history:
         if measured.peak_bytes is not None:
-            lacks = "temporaries not counted" if measured.is_without_temporaries else ""
-            yield Tile("peak, measured", format_bytes(measured.peak_bytes), lacks)
-        if moved is not None:
-            yield moved
+            yield measured_peak(measured)
+        yield from _moved(last)
         seconds = sorted(row.seconds for row in history)[len(history) // 2]
-        yield Tile("step, median", format_seconds(seconds))
+        yield "step, median", format_seconds(seconds), ""
 
 
-def _moved(row: dict[str, Any]) -> Tile | None:
-    """What did not stay on the device in this step; None where lowtide did nothing."""
+def _moved(row: dict[str, Any]) -> Iterator[Tile]:
+    """What did not stay on the device in this step; nothing where lowtide did nothing."""
     counted = row.get("tide") or {}
-    found = [counted.get(name) for name in ("saved_bytes", "kept_bytes", "aliased_bytes", "num_forwards")]
-    numbers = [number for number in found if isinstance(number, int)]
-    if len(numbers) < len(found):  # of another version
-        return None
-    saved, kept, aliased, num_forwards = numbers
-    who = "the plans" if row.get("plan") else "the rules"
-    return saved_tile_of_forwards(who, saved_bytes=saved, held_bytes=kept + aliased, num_forwards=num_forwards)
+    found: list[Any] = [counted.get(name) for name in ("saved_bytes", "kept_bytes", "aliased_bytes", "num_forwards")]
+    if all(isinstance(number, int) for number in found):  # else of another version
+        saved, kept, aliased, num_forwards = found
+        who = "the plans" if row.get("plan") else "the rules"
+        yield saved_tile_of_forwards(who, saved_bytes=saved, held_bytes=kept + aliased, num_forwards=num_forwards)
 
 
 def _read(folder: Path, name: str, parse: Callable[[str], _Read]) -> _Read | None:

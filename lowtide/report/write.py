@@ -1,26 +1,19 @@
-"""A report into a file, in the form that the file's name asks for.
+"""A report into a file, in the form that the file's name asks for: HTML, a trace, a memory snapshot, or JSON.
 
-What: HTML, a memory snapshot, JSON, and the trace for Perfetto or chrome://tracing:
-what compute and copies do when, and the memory. Its format is that of Chrome's trace events in JSON: complete events
-`X`, counters `C`, names of threads `M`; times in microseconds. Cost: about 150 bytes an event.
-Not covered: what really ran inside of a step; torch's profiler records that.
+HTML: one file that opens offline, needs no script, and follows the reader's light or dark theme. Pictures are images
+inside of the file, each in both themes. Every picture has a title with its subject, and a caption that says what is
+predicted and what was measured. Not covered: several runs at once; `lowtide diff` compares plans.
 
-A report as one HTML file: it opens offline, needs no script, and follows the reader's light or dark theme.
+Trace, for Perfetto or chrome://tracing: what compute and copies do when, and the memory. Its format is that of Chrome's
+trace events in JSON: complete events `X`, counters `C`, names of threads `M`; times in microseconds. About 150 bytes an
+event. Not covered: what really ran inside of a step; torch's profiler records that.
 
-What: `page` puts pictures and tables of a `Report` into one text. Pictures are images inside of the file, each in both
-themes; the browser shows the one that fits. Every picture has a title with its subject, and a caption that says what is
-predicted and what was measured.
-Cost: milliseconds beyond the pictures. Not covered: reports of several runs at once; `lowtide diff` compares plans.
-
-A step as a memory snapshot: the pickle that PyTorch's viewer (pytorch.org/memory_viz) opens, from a plan alone.
-
-What: `snapshot` writes the predicted step of a plan as `torch.cuda.memory._snapshot()` would have recorded it: an
-`alloc` and a `free` for each activation when it comes and goes, with its name and fate in place of a stack. Model
-state, gradients and temporaries, of which only sums are known, are blocks that are stacked: what comes last goes first.
-No device and no run is needed. Format: `torch/cuda/memory.py` of torch 2.13.
-Exact: after the events of each tick, the allocated bytes are those of the plan's curve; in between they are never more.
+Memory snapshot: the pickle that PyTorch's viewer (pytorch.org/memory_viz) opens, from a plan alone, as
+`torch.cuda.memory._snapshot()` would have recorded the predicted step (torch 2.13): an `alloc` and a `free` for each
+activation when it comes and goes, with its name and fate in place of a stack. Model state, gradients and temporaries,
+of which only sums are known, are blocks that are stacked: what comes last goes first.
+Exact: after the events of each tick, the allocated bytes are those of the plan; in between they are never more.
 Addresses are made up (the smallest hole that fits), so what the viewer says of fragmentation means nothing.
-Cost: some microseconds and 100 bytes an event. Not covered: what really ran; torch records that itself on CUDA.
 """
 
 from __future__ import annotations
@@ -41,7 +34,7 @@ from lowtide.core.plan import plan_table
 from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
 from lowtide.errors import ConfigError, wrong_argument
-from lowtide.report.pictures import history_picture, lane_picture, memory_picture, on_dark, sweep_picture
+from lowtide.report.pictures import draw_history, draw_lanes, draw_memory, draw_sweep, on_dark, svg
 from lowtide.report.played_step import OWNERS, Block, Played
 from lowtide.report.report import Report, document
 from lowtide.units import format_bytes
@@ -68,7 +61,7 @@ def snapshot(played: Played) -> dict[str, Any]:
             room.free(taken["addr"] - _BASE, taken["size"])
             trace += [{"action": action, **taken, **when} for action in ("free_requested", "free_completed")]
         for block in coming[tick]:
-            frames = _frames(block, tick, played.curve.num_forward_ticks)
+            frames = _frames(block, tick, played.num_forward_ticks)
             taken = {"addr": _BASE + room.allocate(block.nbytes), "size": block.nbytes, "frames": frames}
             there[block.end].append(taken)
             trace.append({"action": "alloc", **taken, **when, "category": OWNERS[block.owner]})
@@ -93,7 +86,7 @@ def _unnamed(played: Played) -> Iterator[Block]:
         named[block.end] -= block.nbytes
     stack: list[tuple[int, int]] = []
     have = 0
-    for tick, (total, known) in enumerate(zip(played.curve.planned_bytes, accumulate(named))):
+    for tick, (total, known) in enumerate(zip(played.planned_bytes, accumulate(named))):
         assert total >= known
         while have > total - known:
             start, nbytes = stack.pop()
@@ -116,21 +109,10 @@ def _segment(left: Sequence[dict[str, Any]], total_bytes: int) -> dict[str, Any]
         if taken["size"]:
             blocks.append(_block(taken["addr"], taken["size"], "active_allocated", taken["frames"]))
         at = taken["addr"] + taken["size"]
-    allocated = sum(taken["size"] for taken in left)
-    return {
-        "device": 0,
-        "address": _BASE,
-        "total_size": total_bytes,
-        "allocated_size": allocated,
-        "active_size": allocated,
-        "requested_size": allocated,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [],
-        "blocks": blocks,
-    }
+    sizes = ("allocated_size", "active_size", "requested_size")
+    own = {"device": 0, "address": _BASE, "total_size": total_bytes, "stream": 0, "segment_type": "large"}
+    own |= dict.fromkeys(sizes, sum(taken["size"] for taken in left))
+    return own | {"segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "blocks": blocks}
 
 
 def _block(address: int, nbytes: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
@@ -140,13 +122,9 @@ def _block(address: int, nbytes: int, state: str, frames: list[dict[str, Any]]) 
 def _frames(block: Block, tick: int, num_forward_ticks: int) -> list[dict[str, Any]]:
     """Lines in place of a stack: the operator that was running, the owner of the bytes, and what the plan does."""
     is_forward = tick < num_forward_ticks
-    place = (
-        {"filename": "forward", "line": tick}
-        if is_forward
-        else {"filename": "backward", "line": tick - num_forward_ticks}
-    )
+    place = {"filename": "forward", "line": tick} if is_forward else {"filename": "backward"}
     names = [block.name] if block.name == _UNNAMED else [block.name, _WORDS[block.owner]]
-    return [{**place, "name": name} for name in names]
+    return [{"line": tick - num_forward_ticks, **place, "name": name} for name in names]
 
 
 _FAR_GAP = 0.1
@@ -155,44 +133,37 @@ _FAR_GAP = 0.1
 
 def page(report: Report) -> str:
     """The whole HTML text."""
-    parts = [
-        f"<h1>{escape(report.title)}</h1>",
-        f'<p class="soft">{escape(report.subtitle)}</p>',
-        _tiles(report),
-        *(f"<p>{escape(line)}</p>" for line in report.remarks),
-    ]
-    picture = history_picture(report.history, report.plan)
-    parts += _section("The run", "Measured, of the first rank: every step that was done.", picture)
+    parts = [f"<h1>{escape(report.title)}</h1>", f'<p class="soft">{escape(report.subtitle)}</p>', _tiles(report)]
+    parts += [f"<p>{escape(line)}</p>" for line in report.remarks]
+    if report.history:
+        caption = "Measured, of the first rank: every step that was done."
+        parts += _section("The run", caption, svg(draw_history, report.history, report.plan))
     if report.played is not None:
-        measured = " The measured line is one figure, the highest peak of all steps."
-        if report.measured.peak_bytes is None:
-            measured = " Nothing here is measured: this plan has not run."
-        parts += _section(
-            "Memory over one step",
+        caption = (
             "Predicted, stacked by owner. The dotted line is the same step with everything kept, on its own clock."
-            + _second_runs(report)
-            + measured,
-            memory_picture(report.played, report.measured),
         )
-        parts += _section(
-            "What runs when",
-            "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so.",
-            lane_picture(report.played),
-        )
-    if report.sweep:
-        picture = sweep_picture(report.sweep, report.measured)
+        caption += _second_runs(report)
+        if report.measured.peak_bytes is None:
+            caption += " Nothing here is measured: this plan has not run."
+        else:
+            caption += " The measured line is one figure, the highest peak of all steps."
+        parts += _section("Memory over one step", caption, svg(draw_memory, report.played, report.measured))
+        caption = "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so."
+        parts += _section("What runs when", caption, svg(draw_lanes, report.played))
+    if len(report.sweep) > 1:
+        picture = svg(draw_sweep, report.sweep, report.measured)
         parts += _section("What other budgets would cost", _sweep_caption(report), picture)
     for table in report.tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
     if report.plan is not None:
         parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
-    body = "\n".join(part for part in parts if part)
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(report.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n"
-        f'<p class="soft">lowtide {__version__}</p>\n</body>\n</html>\n'
+        f"<title>{escape(report.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        + "\n".join(part for part in parts if part)
+        + f'\n<p class="soft">lowtide {__version__}</p>\n</body>\n</html>\n'
     )
 
 
@@ -215,18 +186,13 @@ def _second_runs(report: Report) -> str:
 
 
 def _tiles(report: Report) -> str:
-    tiles = [
-        f'<div class="tile"><span>{escape(tile.what)}</span><b>{escape(tile.value)}</b>'
-        f"<span>{escape(tile.beside)}</span></div>"
-        for tile in report.tiles
-    ]
-    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+    tiles = [[escape(text) for text in tile] for tile in report.tiles]
+    cells = [f'<div class="tile"><span>{a}</span><b>{b}</b><span>{c}</span></div>' for a, b, c in tiles]
+    return f'<div class="tiles">{"".join(cells)}</div>' if cells else ""
 
 
-def _section(title: str, caption: str, picture: str | None) -> list[str]:
-    """A part of the page; none without its picture."""
-    if picture is None:
-        return []
+def _section(title: str, caption: str, picture: str) -> list[str]:
+    """A part of the page; the browser shows the picture that fits its theme."""
     light, dark = _data(picture), _data(on_dark(picture))
     return [
         f"<h2>{escape(title)}</h2>",

@@ -12,16 +12,16 @@ def saved_share(handle: Any) -> float:
     """The share of the peak, after its report has said it: the peak with everything kept, the planned and the measured
     one, and what is saved."""
     report = report_of_handle(handle)
-    tiles = {tile.what: tile for tile in report.tiles}
+    tiles = {what: (value, beside) for what, value, beside in report.tiles}
     predicted = handle.plan.predicted
     saved_bytes = predicted.plain_peak_bytes - predicted.peak_bytes
     share = saved_bytes / predicted.plain_peak_bytes
-    assert tiles["everything kept"].value == format_bytes(predicted.plain_peak_bytes)
-    assert tiles["peak, predicted"].value == format_bytes(predicted.peak_bytes)
-    assert tiles["peak, measured"].value == format_bytes(handle.stats.peak_device_bytes)
+    assert tiles["everything kept"][0] == format_bytes(predicted.plain_peak_bytes)
+    assert tiles["peak, predicted"][0] == format_bytes(predicted.peak_bytes)
+    assert tiles["peak, measured"][0] == format_bytes(handle.stats.peak_device_bytes)
     assert 0 < handle.stats.peak_device_bytes <= predicted.peak_bytes  # nobody counts temporaries here
-    assert tiles["peak, measured"].beside == "temporaries not counted"
-    assert tiles["saved by the plan"].value == format_bytes(saved_bytes)
-    assert tiles["saved by the plan"].beside == f"{100 * share:.0f} % of everything kept"
+    assert tiles["peak, measured"][1] == "temporaries not counted"
+    assert tiles["saved by the plan"][0] == format_bytes(saved_bytes)
+    assert tiles["saved by the plan"][1] == f"{100 * share:.0f} % of everything kept"
     assert report.played is not None
     return share

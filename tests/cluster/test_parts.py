@@ -11,7 +11,7 @@ import pytest
 from lowtide.cluster.layer import make_layer
 from lowtide.cluster.layout import Layout, schedules_of, split_layers
 from lowtide.cluster.rank import RankAtWorst, Stage, least_bytes, plan_rank
-from lowtide.cluster.shape import DENSE, MOE, Latent
+from lowtide.cluster.shape import DENSE, MOE
 from lowtide.cluster.step import StageTimes, durations, step_parts
 from lowtide.core.fate import Fate
 from lowtide.pipeline.clock import play
@@ -41,8 +41,8 @@ def test_a_dense_layer_by_hand() -> None:
     named = {op.name: op for op in layer.ops}
     # Causal: half of the scores and of their product with the values.
     flops, ramp = tokens * 4096 * 16 * 256, 4096 / (4096 + 230)
-    assert named["attention"].seconds == pytest.approx(flops / (340e12 * ramp))
-    assert named["attention"].input_seconds == pytest.approx(2.5 * flops / (325e12 * ramp))
+    assert named["attention"].times.forward == pytest.approx(flops / (340e12 * ramp))
+    assert named["attention"].times.backward_input == pytest.approx(2.5 * flops / (325e12 * ramp))
     assert layer.recipes.keys() == layer.nbytes.keys() - {"x1"}
 
 
@@ -60,8 +60,8 @@ def test_tensor_ranks_split_products_and_sequence_parallel_the_rest() -> None:
 
 
 def test_tensor_ranks_gather_short_vectors_and_have_their_matrices_whole() -> None:
-    latent = Latent(query_rank=768, key_rank=512, rope_width=64)
-    shape = dataclasses.replace(DENSE_SHAPE, latent=latent, key_heads=16, key_width=128 + 64, value_width=128)
+    latent = {"query_rank": 768, "key_rank": 512, "rope_width": 64}
+    shape = dataclasses.replace(DENSE_SHAPE, **latent, key_heads=16, key_width=128 + 64, value_width=128)
     asked = question(shape)
     whole, half = (make_layer(*place(asked, tensor=tensor), DENSE) for tensor in (1, 2))
     short = 2048 * (768 + 512 + 64)
@@ -100,7 +100,7 @@ def test_context_ranks_share_a_sequence() -> None:
     assert half.saved_bytes * 2 == whole.saved_bytes
     assert half.parameters == whole.parameters
     (ahead,) = [op for op in half.ops if op.name == "attention"]
-    assert ahead.seconds * 2 == pytest.approx(sum(op.seconds for op in whole.ops if op.name == "attention"))
+    assert ahead.times.forward * 2 == pytest.approx(sum(op.times.forward for op in whole.ops if op.name == "attention"))
 
 
 # -- network -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lowtide.core.plan import Plan, notebook_html
 from lowtide.core.text_table import first_few, percent
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import budget_sweep, sweep_lines
-from lowtide.report.played_step import Curve, play
+from lowtide.report.played_step import Played, play
 from lowtide.timeline.step import Link
 from tests.support.profiles import MIB, decoder_profile
 
@@ -100,7 +100,7 @@ def test_progress_of_the_ladder(tight: Plan) -> None:
 
 
 def test_the_curve_is_that_of_the_prediction(tight: Plan) -> None:
-    curve = play(tight, PROFILE, TIGHT, link=LINK).curve
+    curve = play(tight, PROFILE, TIGHT, link=LINK)
     assert tight.predicted is not None
     assert max(curve.planned_bytes) == tight.predicted.peak_bytes
     assert max(curve.plain_bytes) == tight.predicted.plain_peak_bytes
@@ -109,12 +109,16 @@ def test_the_curve_is_that_of_the_prediction(tight: Plan) -> None:
 
 def test_a_curve_in_fewer_points_has_the_most_of_each() -> None:
     ground = 100 << 30
-    curve = Curve(
+    curve = Played(
         seconds=(1.0, 0.0, 1.0),
         num_forward_ticks=2,
         plain_bytes=(ground, ground + (8 << 30), ground),
         planned_bytes=(ground, ground + (4 << 30), ground),
         budget_bytes=None,
+        starts=(),
+        bytes_by_owner=(),
+        step_seconds=2.0,
+        events=(),
     )
     assert curve.thinned(2) == {
         "start_seconds": [0.0, 1.0],

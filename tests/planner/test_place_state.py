@@ -123,7 +123,7 @@ def test_the_memory_of_the_step_is_drawn_as_predicted(plans: dict[int, dict[str,
             if plan is None or plan.predicted is None:
                 continue
             memory = load_memory({"budget": mib * MIB, "optimizer": optimizer})
-            curve = play(plan, PROFILE, memory, link=LINK).curve
+            curve = play(plan, PROFILE, memory, link=LINK)
             assert max(curve.planned_bytes) == plan.predicted.peak_bytes
             assert max(curve.plain_bytes) == plan.predicted.plain_peak_bytes
             assert len(curve.planned_bytes) == len(curve.plain_bytes) == len(curve.seconds)

@@ -97,7 +97,7 @@ def test_a_budget_that_only_codecs_can_keep() -> None:
     with pytest.raises(BudgetError):
         planned(decoder_profile(), 20)
     profile = coded()
-    drawn = play(plan, profile, NO_RECIPES, link=SLOW).curve
+    drawn = play(plan, profile, NO_RECIPES, link=SLOW)
     assert max(drawn.planned_bytes) == plan.predicted.peak_bytes
 
 
@@ -168,7 +168,7 @@ def test_a_codec_is_weighed_beside_a_recipe(
     assert predicted is not None
     parts = (predicted.codec_seconds, predicted.recompute_seconds)
     assert parts == pytest.approx((seconds, 0.0) if is_stored else (0.0, recipe_seconds))
-    drawn = play(plan, profile, load_memory({"budget": "1GiB", **only_mul}), link=SLOW).curve
+    drawn = play(plan, profile, load_memory({"budget": "1GiB", **only_mul}), link=SLOW)
     assert max(drawn.planned_bytes) == predicted.peak_bytes
 
 

@@ -87,7 +87,7 @@ def test_the_nearest_is_the_fastest_that_fits() -> None:
         text = export(plan, system, profile, link=LINK)
         settings = settings_for(system, plan, profile)
         played = [play_setting(setting, profile, link=LINK, budget_bytes=1200 * MIB) for setting in settings]
-        chosen = next(one for one in played if text.endswith("\n".join(one.setting.lines) + "\n"))
+        chosen = next(one for one in played if text.endswith("\n".join(one.lines) + "\n"))
         assert chosen.peak_bytes <= 1200 * MIB
         assert all(one.step_seconds >= chosen.step_seconds for one in played if one.peak_bytes <= 1200 * MIB)
 

@@ -89,8 +89,8 @@ def live_curve(document: dict[str, Any], device: int = 0) -> dict[int, int]:
 def test_the_bytes_are_those_of_the_plan(share: float) -> None:
     of_plan = played(profiled(), share)
     found = live_curve(snapshot(of_plan))
-    assert max(found.values()) == max(of_plan.curve.planned_bytes)
-    last_of = dict(zip((round(start * 1e6) for start in of_plan.starts), of_plan.curve.planned_bytes, strict=True))
+    assert max(found.values()) == max(of_plan.planned_bytes)
+    last_of = dict(zip((round(start * 1e6) for start in of_plan.starts), of_plan.planned_bytes, strict=True))
     assert {at: found[at] for at in last_of if at in found and at != max(found)} == {
         at: nbytes for at, nbytes in last_of.items() if at in found and at != max(found)
     }
@@ -147,8 +147,8 @@ def test_optimizer_state_that_travels_is_in_the_owners_curve() -> None:
     assert [travels.bytes_by_owner[0][tick] for tick in ticks] == [
         stays.bytes_by_owner[0][tick] - state + moved[tick] for tick in ticks
     ]
-    assert tuple(map(sum, zip(*travels.bytes_by_owner, strict=True))) == travels.curve.planned_bytes
-    assert max(live_curve(snapshot(travels)).values()) == max(travels.curve.planned_bytes)
+    assert tuple(map(sum, zip(*travels.bytes_by_owner, strict=True))) == travels.planned_bytes
+    assert max(live_curve(snapshot(travels)).values()) == max(travels.planned_bytes)
 
 
 def test_what_has_no_block_is_what_recipes_need() -> None:

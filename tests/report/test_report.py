@@ -68,8 +68,8 @@ def test_the_bytes_of_all_owners_are_the_curve(share: float) -> None:
     report = _report(share)
     played, plan = report.played, report.plan
     assert played is not None and plan is not None and plan.predicted is not None
-    assert tuple(map(sum, zip(*played.bytes_by_owner, strict=True))) == played.curve.planned_bytes
-    assert max(played.curve.planned_bytes) == plan.predicted.peak_bytes
+    assert tuple(map(sum, zip(*played.bytes_by_owner, strict=True))) == played.planned_bytes
+    assert max(played.planned_bytes) == plan.predicted.peak_bytes
     assert min(min(part) for part in played.bytes_by_owner) >= 0
     assert list(played.starts) == sorted(played.starts)
     ends = {event.name: event.end for event in played.events if event.lane == "compute"}
@@ -216,8 +216,8 @@ def test_beside_layers_that_run_again_stands_the_step_that_keeps_everything() ->
     report = report_of_plan(plan, profile, config, link=LINK)
     played = report.played
     assert played is not None and plan.predicted is not None
-    assert max(played.curve.plain_bytes) == plan.predicted.plain_peak_bytes > max(played.curve.planned_bytes)
-    assert sum(played.curve.seconds) == pytest.approx(plan.predicted.plain_seconds, rel=1e-9)
+    assert max(played.plain_bytes) == plan.predicted.plain_peak_bytes > max(played.planned_bytes)
+    assert sum(played.seconds) == pytest.approx(plan.predicted.plain_seconds, rel=1e-9)
     again = {event.name for event in played.events if event.name.startswith("recompute ")}
     assert again == {"recompute 1", "recompute 2"}
     assert " What a layer makes while it runs again counts as temporaries." in unescape(page(report))

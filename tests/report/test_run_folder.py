@@ -159,6 +159,6 @@ def test_the_measured_peak_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     report = report_of_folder(tmp_path)
     assert report.measured.peak_bytes == 500 << 20
-    peak, saved = (tile for tile in report.tiles if tile.what in ("peak, measured", "saved by the plans"))
-    assert (peak.value, peak.beside) == ("500.0 MiB", "temporaries not counted")
-    assert saved.beside == "70 % of the <0.001 MiB that a forward pass saves"
+    peak, saved = (tile for tile in report.tiles if tile[0] in ("peak, measured", "saved by the plans"))
+    assert peak[1:] == ("500.0 MiB", "temporaries not counted")
+    assert saved[2] == "70 % of the <0.001 MiB that a forward pass saves"

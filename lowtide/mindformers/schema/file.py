@@ -25,7 +25,7 @@ from lowtide.config.source import MOST_DIGITS, RawValue, join_path, read_yaml, t
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema.aliases import family_of
 from lowtide.mindformers.schema.grid import Grid, make_grid
-from lowtide.mindformers.schema.issues import Issues, layers_text
+from lowtide.mindformers.schema.issues import Issues, is_foreign, layers_text
 from lowtide.mindformers.schema.layers import (
     Resolution,
     Work,
@@ -36,7 +36,7 @@ from lowtide.mindformers.schema.layers import (
 )
 from lowtide.mindformers.schema.names import Names, trees_of
 from lowtide.mindformers.schema.newer import is_newer, read_newer
-from lowtide.mindformers.schema.recompute import is_foreign, read_recompute
+from lowtide.mindformers.schema.recompute import read_recompute
 from lowtide.mindformers.schema.swap import read_swap
 
 SECTIONS = ("recompute_config", "swap_config")
@@ -99,43 +99,41 @@ class Sections:
             num_layers = self.num_layers
             if isinstance(num_layers, int):
                 num_layers += self.num_extra_layers
-        if not self.is_newer:
-            split = (self.pipeline_stage, self.pp_interleave_num, self.offset)
-            grid = make_grid(num_layers, *split, issues, zero_bubble_v=self.zero_bubble_v)
-        else:
-            grid = make_grid(num_layers, 1, 1, 0, issues)
+        is_newer = self.is_newer
+        stages, chunks, offset = (1, 1, 0) if is_newer else (self.pipeline_stage, self.pp_interleave_num, self.offset)
+        is_v = self.zero_bubble_v and not is_newer
+        grid = make_grid(num_layers, stages, chunks, offset, issues, zero_bubble_v=is_v)
         trees = trees_of(names, num_layers, issues)
         indices = range(num_layers) if held is None else held
-        if not self.is_newer:
-            families = {family_of(tree) for tree in trees}
-            family = "mcore" if families == {"mcore"} else "legacy"
+        if is_newer:
+            recompute, swap, unmatched = read_newer(self.written, trees=trees, held=indices, issues=issues)
+        else:
+            family = "mcore" if {family_of(tree) for tree in trees} == {"mcore"} else "legacy"
             swap = read_swap(self.written.get("swap_config"), num_layers, family=family, issues=issues)
             config = self.written.get("recompute_config")
             recompute = read_recompute(config, grid, swap=swap.is_on, family=family, issues=issues)
-        else:
-            recompute, swap, unmatched = read_newer(self.written, trees=trees, held=indices, issues=issues)
         work = Work(grid=grid, trees=trees, recompute=recompute, swap=swap, issues=issues, last_layer=indices[-1])
-        if not self.is_newer:
+        if not is_newer:
             work.check_patterns()
         layers = [work.layer(index) for index in indices]
         report_lost(work)
-        if not self.is_newer:
+        if is_newer:
+            for path, pattern in unmatched:
+                report_nothing(work, path, f"'{pattern}'", pattern)
+        else:
             report_patterns(work)
             if held is not None:
                 _note_other_split(grid, held, issues)
-        else:
-            for path, pattern in unmatched:
-                report_nothing(work, path, f"'{pattern}'", pattern)
         if issues.foreign:
             issues.notes.insert(0, f"have no meaning here: {', '.join(issues.foreign)}")
         return Resolution(
             num_layers_per_stage=grid.table(),
             normalized=recompute.normalized() | swap.normalized(),
             layers=layers,
-            log_lines=[] if self.is_newer else [*head_lines(work), *work.lines],
+            log_lines=[] if is_newer else [*head_lines(work), *work.lines],
             warnings=issues.warnings,
             notes=issues.notes,
-            prefetch_unit="layers" if self.is_newer else "operators",
+            prefetch_unit="layers" if is_newer else "operators",
             gathers_again=recompute.gathers_again,
             keeps_collectives=recompute.keeps_collectives,
             slices_inputs=recompute.slices_inputs,
@@ -159,9 +157,7 @@ def read_sections(path: str | os.PathLike[str], root: RawValue | None = None) ->
     model = written | _below(written, "model_config")
     newer = {key: value for key, value in values.items() if is_newer(key, value)}
     is_ours = bool(values.keys() & {"train", "data"}) or ("model_type" in written and not newer)
-    compat = values.get("compat", not is_ours)
-    if not isinstance(compat, bool):
-        issues.refuse("compat", f"must be true or false, not {compat!r}")
+    compat = issues.switch(values.get("compat", not is_ours), "compat")
     for key in ("offset", "pp_interleave_num", "num_layers"):
         written_at = next((path for path in (f"model.model_config.{key}", f"model.{key}") if path in places), None)
         if written_at is not None:

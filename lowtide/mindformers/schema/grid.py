@@ -128,12 +128,8 @@ def make_grid(
     _check_sizes(sizes, issues)
     total = sum(map(sum, sizes))
     if total != num_layers:
-        issues.tolerate(
-            "offset",
-            f"is repeated for every {'chunk' if depth else 'stage'}, which makes {total} layers of {num_layers}",
-            meaning="kept, because upstream does so; the last stages are shorter than they look",
-            fix="write one number per stage, for several chunks as lists [chunk][stage]",
-        )
+        each = "chunk" if depth else "stage"
+        issues.tolerate("offset", "offset_repeated", each=each, total=total, num_layers=num_layers)
     starts, at = [], 0
     for row in sizes:
         starts.append(tuple(at + sum(row[:stage]) for stage in range(num_stages)))
@@ -165,12 +161,7 @@ def _check_sizes(sizes: tuple[tuple[int, ...], ...], issues: Issues) -> None:
             if size < 0:
                 issues.refuse("offset", f"gives stage {stage} of chunk {chunk} {size} layers; make it larger there")
             if size == 0 and (chunk, stage) not in ((0, 0), (last_chunk, last_stage)):
-                issues.tolerate(
-                    "offset",
-                    f"leaves stage {stage} of chunk {chunk} without a layer",
-                    meaning="kept; newer upstream versions refuse it",
-                    fix="only the first and the last may be empty: make it larger there",
-                )
+                issues.tolerate("offset", "stage_without_layers", stage=stage, chunk=chunk)
 
 
 def _is_int(value: object) -> bool:

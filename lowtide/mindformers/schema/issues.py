@@ -1,8 +1,8 @@
 """What is said about a configuration while it is resolved: refusals, warnings and notes, each with its place.
 
 One decision is made here and nowhere else: where MindSpore Transformers hangs, crashes on a form that its documents
-allow, or silently does nothing, `compat` goes on with the sensible meaning and warns, and strict refuses. What upstream
-refuses cleanly is refused in both.
+allow, or silently does nothing, `compat` goes on with the sensible meaning and warns, and strict refuses. All of these
+cases are in differences.toml, in words. What upstream refuses cleanly is refused in both.
 
 Messages. From a file: `run.yaml:3:14: 'recompute_config.recompute[0]' asks for -1 layers; write 0 or more`. From Python
 values the dotted key is the place: `recompute_config.recompute[0]: asks for -1 layers; write 0 or more`.
@@ -10,11 +10,21 @@ values the dotted key is the place: `recompute_config.recompute[0]: asks for -1 
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from lowtide.errors import ConfigError
+from lowtide.config.source import join_path
+from lowtide.errors import ConfigError, did_you_mean
+
+_DIFFERENCES: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    (Path(__file__).parent / "differences.toml").read_text(encoding="utf-8")
+)
+"""Where upstream goes wrong: problem, meaning and fix of each case."""
+_OF_NEWER = ("mode", "full_recompute_layer", "select_module", "exclude_op", "enable")
+"""Keys of the newer schema that people write into the older one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,11 +56,37 @@ class Issues:
         """Wrong in both modes."""
         raise ConfigError(f"{self.at(path)} {message}")
 
-    def tolerate(self, path: str, problem: str, *, meaning: str, fix: str) -> None:
-        """`compat` takes it as `meaning` and warns; strict refuses and says how to `fix` it."""
+    def tolerate(self, path: str, difference: str, **values: object) -> None:
+        """`compat` takes what a `difference` means and warns; strict refuses and says how to mend it."""
+        told = {part: text.format(**values) for part, text in _DIFFERENCES[difference].items()}
         if not self.compat:
-            self.refuse(path, f"{problem}; {fix}")
-        self.warn(path, f"{problem}; {meaning}")
+            self.refuse(path, f"{told['problem']}; {told['fix']}")
+        self.warn(path, f"{told['problem']}; {told['meaning']}")
+
+    def mapping(self, value: Any, path: str, keys: tuple[str, ...], *, hidden: tuple[str, ...] = ()) -> dict[str, Any]:
+        """The entries of a section, none for None. Unknown keys are refused, `hidden` ones are not in the message; what
+        means nothing here is noted."""
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.refuse(path, f"must be a mapping of keys such as '{keys[0]}', not {value!r}")
+        for key in value:
+            if is_foreign(key):
+                self.foreign.append(join_path(path, key))
+            elif key not in (*keys, *hidden):
+                what, known = "is not a known key", "; known keys: " + ", ".join(keys)
+                if key in _OF_NEWER and not set(keys) & set(_OF_NEWER):
+                    what = "belongs to the newer schema of MindSpore Transformers, below 'recompute' or 'swap'"
+                else:
+                    known = did_you_mean(str(key), keys) or known
+                self.refuse(join_path(path, str(key)), what + known)
+        return {key: below for key, below in value.items() if not is_foreign(key)}
+
+    def switch(self, value: object, path: str) -> bool:
+        """A value that must be true or false."""
+        if not isinstance(value, bool):
+            self.refuse(path, f"must be true or false, not {value!r}")
+        return value
 
     def warn(self, path: str, message: str) -> None:
         text = f"{self.at(path)} {message}"
@@ -60,6 +96,11 @@ class Issues:
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+def is_foreign(key: object) -> bool:
+    """Settings of MindSpore's compiler that sometimes stand beside ours and mean nothing to PyTorch."""
+    return isinstance(key, str) and (key == "memory_optimize_level" or key.startswith("ENABLE_LAZY_INLINE"))
 
 
 def layers_text(indices: Iterable[int]) -> str:

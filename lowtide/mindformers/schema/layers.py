@@ -183,12 +183,7 @@ class Work:
             if not selection.covers(index):
                 continue
             if matches_everything(pattern):
-                self.issues.tolerate(
-                    selection.path,
-                    f"'{pattern}' matches every name at its last level, where upstream crashes",
-                    meaning="every operator and module there",
-                    fix="name the parts, or the module around them",
-                )
+                self.issues.tolerate(selection.path, "matches_everything", pattern=pattern)
             found = self._find(pattern, index, selection.path, is_default=selection.is_default)
             tree = self.trees[index] if only_operators and found.reading != "alias" else None
             for group in found.groups:
@@ -199,7 +194,8 @@ class Work:
                 for name in named:
                     why.setdefault(name, self.issues.where(selection.path))
                     if names.setdefault(name, pattern) != pattern:
-                        self._twice(selection.path, name, names[name], pattern)
+                        how = {"name": name, "first": names[name], "second": pattern}
+                        self.issues.tolerate(selection.path, "named_twice", **how)
                 logged += named[-1:] if not found.translated else []
             logged += found.logged if found.translated else []
         if key == "select_recompute":
@@ -216,12 +212,8 @@ class Work:
         self.lines.append(
             f"For {kind}, {shown} is expected to be operation but got cell, this configuration will not be effective."
         )
-        self.issues.tolerate(
-            path,
-            f"names the module '{name}', but {key} takes operators only",
-            meaning="ignored",
-            fix=f"name an operator in it, such as '{name}\\.{operator_in(name, self.trees)}'",
-        )
+        operator = operator_in(name, self.trees)
+        self.issues.tolerate(path, "module_for_operator", name=name, key=key, operator=operator)
 
     def _check_overlaps(self, names: dict[str, str], key: str, index: int) -> None:
         """Parts inside another selected part, and casts that the older norms recompute by themselves."""
@@ -230,27 +222,9 @@ class Work:
             path = selections[pattern].path
             outer = next((other for other in names if other != name and is_within(name, other)), None)
             if outer is not None:
-                self.issues.tolerate(
-                    path,
-                    f"names '{name}', which lies in '{outer}', itself selected; older MindSpore refuses that",
-                    meaning=f"'{outer}' decides",
-                    fix="remove one of them",
-                )
+                self.issues.tolerate(path, "within_another", name=name, outer=outer)
             if name.endswith("norm.cast") and family_of(self.trees[index]) == "legacy":
-                self.issues.tolerate(
-                    path,
-                    f"names '{name}', which upstream's norms recompute anyway, so that it crashes",
-                    meaning="recomputed",
-                    fix="remove it",
-                )
-
-    def _twice(self, path: str, name: str, first: str, second: str) -> None:
-        self.issues.tolerate(
-            path,
-            f"names '{name}' by two patterns, '{first}' and '{second}', over which upstream may stumble",
-            meaning="recomputed once",
-            fix="remove one of them",
-        )
+                self.issues.tolerate(path, "cast_of_norm", name=name)
 
     # ---- swap
 
@@ -396,4 +370,4 @@ def report_nothing(work: Work, path: str, shown: str, pattern: str) -> None:
     hint = "nearest: " + ", ".join(f"'{name}'" for name in names) if names else "names start below the layer"
     if pattern.startswith(("layers", "model")):
         hint = "names start below the layer, and layers are chosen by number"
-    work.issues.tolerate(path, f"{shown} names nothing in a layer", meaning=f"it does nothing; {hint}", fix=hint)
+    work.issues.tolerate(path, "names_nothing", shown=shown, hint=hint)

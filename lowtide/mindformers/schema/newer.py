@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.config.source import join_path
-from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.issues import Issues
 from lowtide.mindformers.schema.names import Tree, find_whole, is_within, problem
 from lowtide.mindformers.schema.recompute import Recompute, Selection
@@ -67,16 +66,8 @@ class _NewerReader:
     """(path, pattern) that named nothing."""
 
     def section(self, sections: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        value = sections.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            self.issues.refuse(key, f"must be a mapping of keys such as '{KEYS[key][0]}', not {value!r}")
-        for name in value:
-            if name not in KEYS[key] and not (key == "recompute" and name in _BEFORE_MODE):
-                known = did_you_mean(str(name), KEYS[key]) or "; known keys: " + ", ".join(KEYS[key])
-                self.issues.refuse(join_path(key, str(name)), f"is not a known key{known}")
-        return value
+        hidden = _BEFORE_MODE if key == "recompute" else ()
+        return self.issues.mapping(sections.get(key), key, KEYS[key], hidden=hidden)
 
     # ---- recompute
 
@@ -97,7 +88,7 @@ class _NewerReader:
         full = self.layers(section.get("full_recompute_layer"), path) if mode else []
         selected = self.parts(section.get("select_module"), "recompute.select_module") if mode == "select" else {}
         excluded = self.parts(section.get("exclude_op"), "recompute.exclude_op") if mode else {}
-        is_comm = self._switch(comm, "recompute_comm")
+        is_comm = self.issues.switch(comm.get("enable", False), "recompute_comm.enable")
         if is_comm and not comm.get("select_module"):
             self.issues.refuse("recompute_comm", "is enabled but has no select_module; write it, or enable: false")
         if comm.get("select_module") and not is_comm:
@@ -125,16 +116,10 @@ class _NewerReader:
             self.issues.refuse("recompute.mode", f"must be full, select or None, not {mode!r}")
         return None
 
-    def _switch(self, section: Mapping[str, Any], key: str) -> bool:
-        is_on = section.get("enable", False)
-        if not isinstance(is_on, bool):
-            self.issues.refuse(f"{key}.enable", f"must be true or false, not {is_on!r}")
-        return is_on
-
     # ---- swap
 
     def swap(self, section: Mapping[str, Any]) -> Swap:
-        if not self._switch(section, "swap"):
+        if not self.issues.switch(section.get("enable", False), "swap.enable"):
             for key in ("layer_swap", "op_swap"):
                 if section.get(key):
                     self.issues.note(f"no effect: swap.{key}, because swap.enable is not true")
@@ -152,12 +137,7 @@ class _NewerReader:
             if not isinstance(name, str) or not name.strip():
                 self.issues.refuse(f"{path}.op_name", f"must be a name, not {name!r}")
             if name in wanted:
-                self.issues.tolerate(
-                    path,
-                    f"names '{name}' a second time, of which upstream reads the last only",
-                    meaning="read so",
-                    fix="write all its layers into one entry",
-                )
+                self.issues.tolerate(path, "second_entry_of_name", name=name)
             layers = self.layers(item["layers"], f"{path}.layers", prefetch=prefetch)
             swapped_whole = whole[0].shown if whole else []
             assert isinstance(swapped_whole, list)
@@ -173,12 +153,7 @@ class _NewerReader:
     def _whole_layers(self, value: Any, prefetch: int) -> tuple[Selection, ...]:
         entries = self._entries(value, "swap.layer_swap")
         for _, path in entries[1:]:
-            self.issues.tolerate(
-                path,
-                "is not the first entry, and upstream reads no other",
-                meaning="ignored",
-                fix="write all layers into the first entry",
-            )
+            self.issues.tolerate(path, "second_entry")
         found = []
         for item, path in entries[:1]:
             layers = self.layers(item["layers"], f"{path}.layers", prefetch=prefetch)
@@ -192,12 +167,7 @@ class _NewerReader:
                 self.issues.refuse(where, "has no layers; write a list such as ['0-3']")
             for key in item:
                 if key not in ("layers", "op_name"):
-                    self.issues.tolerate(
-                        join_path(where, str(key)),
-                        "is not read in the newer schema",
-                        meaning="ignored",
-                        fix="remove it; default_prefetch is for all",
-                    )
+                    self.issues.tolerate(join_path(where, str(key)), "key_of_older")
         return found
 
     # ---- layers and names

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lowtide.config.source import join_path
-from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.grid import Grid, Table
 from lowtide.mindformers.schema.issues import Issues
 from lowtide.mindformers.schema.names import looks_like
@@ -82,24 +81,14 @@ class _Reader:
         every = f"[{', '.join(map(str, range(self.grid.num_layers)))}]" if self.grid.num_layers <= 8 else "[0, 1, ...]"
         if isinstance(value, bool):
             if of_op:
-                self.issues.tolerate(
-                    path,
-                    f"is {str(value).lower()}, which upstream does not take for one op while swap is on",
-                    meaning="every layer, as documented" if value else "no layer, as documented",
-                    fix=f"write {every}" if value else "remove it",
-                )
+                self.issues.tolerate(path, f"{str(value).lower()}_for_one_op", every=every)
             return value or []
         if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
             forms = "true, false or a list of layer indices such as [0, 3]"
             hint = f"; write {list(value)}" if isinstance(value, tuple) else ""
             self.issues.refuse(path, f"must be {forms} while swap is on, not {value!r}{hint}")
         if value and all(isinstance(item, bool) for item in value):
-            self.issues.tolerate(
-                path,
-                "is a list of true and false, which are read as the layer indices 1 and 0 while swap is on",
-                meaning="read so, as upstream does",
-                fix="write layer indices",
-            )
+            self.issues.tolerate(path, "booleans_as_indices")
         check_indices(value, path, self.grid.num_layers, self.issues)
         if value:
             self.issues.note(f"swap is on, so numbers are layer indices: {path} = {value}")
@@ -118,12 +107,7 @@ class _Reader:
         if all(isinstance(item, int) for item in value):
             return self._per_stage(value, path)
         if all(isinstance(item, str) for item in value):
-            self.issues.tolerate(
-                path,
-                "is a list of names where layers are counted",
-                meaning="every layer, as upstream reads it",
-                fix="write true, a count per stage, or lists [chunk][stage]",
-            )
+            self.issues.tolerate(path, "names_for_counts")
             return self.grid.table()
         if all(isinstance(row, bool | list | tuple) for row in value):
             return self._per_cell(value, path)
@@ -147,14 +131,9 @@ class _Reader:
         if len(value) > num_stages:
             self.issues.refuse(path, f"has {len(value)} counts for {_of(num_stages, 'stage')}; write one per stage")
         if isinstance(value, tuple) and any(isinstance(item, bool) for item in value):
-            self._tuple(path, value)
+            self.issues.tolerate(path, "tuples", value=value)
         if value and self.grid.num_chunks > 1 and all(isinstance(item, bool) for item in value):
-            self.issues.tolerate(
-                path,
-                f"is a list of {_of(len(value), 'boolean')}, which may mean stages or chunks",
-                meaning="read as stages, as upstream does",
-                fix="write lists [chunk][stage]",
-            )
+            self.issues.tolerate(path, "stages_or_chunks", booleans=_of(len(value), "boolean"))
         counts = []
         for stage, item in enumerate(value):
             total = self.grid.stage_total(stage)
@@ -163,7 +142,7 @@ class _Reader:
                 counts.append(total if item else 0)
                 continue
             if item < 0:
-                self.issues.tolerate(where, f"asks for {item} layers", meaning="read as 0", fix="write 0 or more")
+                self.issues.tolerate(where, "stage_below_0", count=item)
             elif item > total:
                 self._clipped(where, item, total)
             counts.append(item)
@@ -178,7 +157,7 @@ class _Reader:
         if any(isinstance(row, tuple) and row for row in value) or (
             isinstance(value, tuple) and any(isinstance(row, bool) for row in value)
         ):
-            self._tuple(path, value)
+            self.issues.tolerate(path, "tuples", value=value)
         for chunk, row in enumerate(value):
             where = join_path(path, chunk)
             sizes = self.grid.sizes[chunk]
@@ -191,12 +170,9 @@ class _Reader:
             cells = enumerate(zip(row, sizes, strict=False))
             table.append([self._cell(item, size, join_path(where, stage)) for stage, (item, size) in cells])
         if is_short:
-            self.issues.tolerate(
-                path,
-                f"is smaller than {_of(num_chunks, 'chunk')} of {_of(num_stages, 'stage')}",
-                meaning="what is missing counts as 0",
-                fix=f"write {num_chunks} rows of {num_stages} counts",
-            )
+            whole: dict[str, object] = {"num_chunks": num_chunks, "num_stages": num_stages}
+            whole |= {"chunks": _of(num_chunks, "chunk"), "stages": _of(num_stages, "stage")}
+            self.issues.tolerate(path, "table_too_small", **whole)
         return table
 
     def _cell(self, item: Any, size: int, path: str) -> int:
@@ -205,7 +181,7 @@ class _Reader:
         if not isinstance(item, int):
             self._illegal(path, item)
         if item < 0:
-            self.issues.tolerate(path, f"asks for {item} layers", meaning="selects none", fix="write 0 or more")
+            self.issues.tolerate(path, "cell_below_0", count=item)
         elif item > size:
             self._clipped(path, item, size)
         return min(item, size)
@@ -221,23 +197,10 @@ class _Reader:
             for row, sizes in rows
             if isinstance(row, bool | list | tuple)
         ):
-            self.issues.tolerate(
-                path,
-                "has true, false or too large a count in a table, which upstream refuses where it names no ops",
-                meaning="read as for named ops",
-                fix="write counts that fit, or name the ops",
-            )
+            self.issues.tolerate(path, "default_table_rewritten")
 
     def _clipped(self, path: str, count: int, size: int) -> None:
         self.issues.warn(path, f"asks for {_of(count, 'layer')} of {size}; read as {size}")
-
-    def _tuple(self, path: str, value: Any) -> None:
-        self.issues.tolerate(
-            path,
-            f"is written with tuples, {value!r}, which upstream stumbles over",
-            meaning="read as lists",
-            fix="write lists",
-        )
 
     def _illegal(self, path: str, value: Any) -> NoReturn:
         hint = ""
@@ -371,12 +334,7 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
     ]
     for key in SELECT_KEYS[2:]:
         if swap and by_key[key]:
-            issues.tolerate(
-                f"{ROOT}.{key}",
-                "does not act on layers while swap is on",
-                meaning="it only takes patterns out of the selection, as upstream does",
-                fix=f"remove it and list in {key.removesuffix('_exclude')} only what is to be recomputed",
-            )
+            issues.tolerate(f"{ROOT}.{key}", "exclude_beside_swap", key=key.removesuffix("_exclude"))
     key = "parallel_optimizer_comm_recompute"
     is_written = isinstance(config, Mapping) and key in config
     return Recompute(
@@ -390,40 +348,14 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
 
 
 def _values(config: object, issues: Issues) -> dict[str, Any]:
-    """All keys with their defaults; unknown keys are refused, keys of other systems are noted."""
+    """All keys with their defaults."""
     values: dict[str, Any] = {"recompute": False, **dict.fromkeys(SELECT_KEYS, False)}
     values |= {key: key == "mp_comm_recompute" for key in FLAG_KEYS}
-    if config is None:
-        return values
-    if isinstance(config, bool):
-        return values | {"recompute": config}
-    if not isinstance(config, Mapping):
-        issues.refuse(ROOT, f"must be a mapping of keys such as 'recompute', not {config!r}")
-    for key, value in config.items():
-        if key in values:
-            values[key] = value
-        elif is_foreign(key):
-            issues.foreign.append(join_path(ROOT, key))
-        else:
-            issues.refuse(join_path(ROOT, str(key)), unknown_key(str(key), KEYS))
+    written: Any = {"recompute": config} if isinstance(config, bool) else config
+    values.update(issues.mapping(written, ROOT, KEYS))
     for key in FLAG_KEYS:
-        if not isinstance(values[key], bool):
-            issues.refuse(f"{ROOT}.{key}", f"must be true or false, not {values[key]!r}")
+        issues.switch(values[key], f"{ROOT}.{key}")
     return values
-
-
-def is_foreign(key: object) -> bool:
-    """Settings of MindSpore's compiler that sometimes stand beside ours and mean nothing to PyTorch."""
-    return isinstance(key, str) and (key == "memory_optimize_level" or key.startswith("ENABLE_LAZY_INLINE"))
-
-
-def unknown_key(key: str, keys: tuple[str, ...]) -> str:
-    if key in ("mode", "full_recompute_layer", "select_module", "exclude_op", "enable"):
-        return (
-            "belongs to the newer schema of MindSpore Transformers, below 'recompute' or 'swap'; known keys: "
-            + ", ".join(keys)
-        )
-    return f"is not a known key{did_you_mean(key, keys) or '; known keys: ' + ', '.join(keys)}"
 
 
 def _flags(values: Mapping[str, Any], has_full: bool, issues: Issues) -> tuple[bool, bool]:
@@ -450,12 +382,7 @@ def check_indices(indices: list[int], path: str, num_layers: int, issues: Issues
     """Layer indices that do not exist: upstream skips them without a word."""
     for position, index in enumerate(indices):
         if not 0 <= index < num_layers:
-            issues.tolerate(
-                join_path(path, position),
-                f"names layer {index}, but layers are 0 to {num_layers - 1}",
-                meaning="ignored",
-                fix="remove it",
-            )
+            issues.tolerate(join_path(path, position), "no_such_layer", index=index, last=num_layers - 1)
 
 
 def _remove_excluded(by_key: dict[str, dict[str, Selection]], key: str, grid: Grid, issues: Issues) -> list[Any]:
@@ -469,17 +396,7 @@ def _remove_excluded(by_key: dict[str, dict[str, Selection]], key: str, grid: Gr
         removed.append((key, twin))
         lost = [layer for layer in range(grid.num_layers) if selection.covers(layer) and not exclude.covers(layer)]
         if twin != pattern and any(selection.covers(layer) for layer in range(grid.num_layers)):
-            issues.tolerate(
-                exclude.path,
-                f"takes the whole pattern '{twin}' out of {key}",
-                meaning="done, as upstream does",
-                fix=f"list the ops one by one in {key}, without the excluded one",
-            )
+            issues.tolerate(exclude.path, "exclude_takes_pattern", pattern=twin, key=key)
         elif lost:
-            issues.tolerate(
-                exclude.path,
-                f"takes '{twin}' out of {key} in every layer, not only where it says",
-                meaning="done, as upstream does",
-                fix=f"write in {key} for which layers '{twin}' is recomputed",
-            )
+            issues.tolerate(exclude.path, "exclude_takes_layers", pattern=twin, key=key)
     return removed

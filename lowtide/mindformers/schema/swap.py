@@ -21,7 +21,7 @@ from typing import Any
 from lowtide.config.source import join_path
 from lowtide.errors import did_you_mean
 from lowtide.mindformers.schema.issues import Issues
-from lowtide.mindformers.schema.recompute import Prefetch, Selection, check_indices, is_foreign, unknown_key
+from lowtide.mindformers.schema.recompute import Prefetch, Selection, check_indices
 
 KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap")
 ENTRY_KEYS = ("op_name", "backward_prefetch", "layers")
@@ -68,20 +68,10 @@ def mappings_in(value: Any, path: str, keys: str, issues: Issues) -> list[tuple[
     return items
 
 
-def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -> Swap:
+def read_swap(written: object, num_layers: int, *, family: str, issues: Issues) -> Swap:
     """Check and normalise `swap_config`; `family` is the naming of the model (aliases.py)."""
-    if config is None:
-        return Swap(ops={})
-    if not isinstance(config, Mapping):
-        issues.refuse(ROOT, f"must be a mapping of keys such as 'swap', not {config!r}")
-    for key in config:
-        if is_foreign(key):
-            issues.foreign.append(join_path(ROOT, key))
-        elif key not in KEYS:
-            issues.refuse(join_path(ROOT, str(key)), unknown_key(str(key), KEYS))
-    is_on = config.get("swap", False)
-    if not isinstance(is_on, bool):
-        issues.refuse(f"{ROOT}.swap", f"must be true or false, not {is_on!r}")
+    config = issues.mapping(written, ROOT, KEYS)
+    is_on = issues.switch(config.get("swap", False), f"{ROOT}.swap")
     default = _prefetch(config.get("default_prefetch", 1), f"{ROOT}.default_prefetch", issues, is_on=is_on)
     layer_swap, op_swap = config.get("layer_swap"), config.get("op_swap")
     if layer_swap is None and op_swap is None:
@@ -92,8 +82,8 @@ def read_swap(config: object, num_layers: int, *, family: str, issues: Issues) -
                 f"write op_swap with the prefetch you want",
             )
             default = 1
-        written = "default_prefetch" if "default_prefetch" in config else "swap"
-        entry = Selection(prefetch=default, shown=True, path=join_path(ROOT, written))
+        key = "default_prefetch" if "default_prefetch" in config else "swap"
+        entry = Selection(prefetch=default, shown=True, path=join_path(ROOT, key))
         return Swap(is_on=is_on, is_default=True, ops={DEFAULT_OP: (entry,)})
     reader = _SwapReader(num_layers=num_layers, is_on=is_on, issues=issues)
     swap = Swap(is_on=is_on, layers=reader.layer_swap(layer_swap), ops=reader.op_swap(op_swap))
@@ -166,9 +156,7 @@ class _SwapReader:
         for key in item:
             if key not in ENTRY_KEYS:
                 hint = did_you_mean(str(key), ENTRY_KEYS).removeprefix("; ") or "remove it"
-                self.issues.tolerate(
-                    join_path(path, str(key)), "is not a known key", meaning=f"ignored; {hint}", fix=hint
-                )
+                self.issues.tolerate(join_path(path, str(key)), "unknown_key", hint=hint)
         prefetch = _prefetch(item["backward_prefetch"], f"{path}.backward_prefetch", self.issues, is_on=self.is_on)
         return Selection(prefetch=prefetch, shown=layers, path=path)
 
@@ -191,13 +179,13 @@ def _prefetch(value: Any, path: str, issues: Issues, *, is_on: bool) -> Prefetch
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if value == 0 and isinstance(value, int) and not isinstance(value, bool):
-        issues.tolerate(path, "is 0", meaning="fetched only when it is needed", fix="write 1 or more")
+        issues.tolerate(path, "prefetch_0")
         return value
     if isinstance(value, str) and value.lower() == "auto":
-        issues.tolerate(path, "is 'Auto', which upstream's trainer refuses", meaning="kept", fix="write 1 or more")
+        issues.tolerate(path, "prefetch_auto")
         return value
     problem = f"must be a number of operators, 1 or more, not {value!r}"
     if is_on:
         issues.refuse(path, problem)
-    issues.tolerate(path, problem, meaning="not looked at by upstream while swap is off", fix="write 1 or more")
+    issues.tolerate(path, "prefetch_unread", value=value)
     return 1
