@@ -100,7 +100,7 @@ def profile_of(
     sites = tuple(_site(node, layers, end) for node in trace.nodes)
     nodes, names = {node.storage.index for node in trace.nodes}, {site.name for site in sites}
     called = tuple(name for name in layers if any(span.name == name for span in trace.spans))
-    weights = layer_weights(model, layers)
+    weights, (spans, gradients) = layer_weights(model, layers), byte_spans(trace)
     return Profile(
         model=type(model).__name__,
         device=device,
@@ -112,8 +112,8 @@ def profile_of(
         num_forward_ops=trace.ops.num_forward,
         op_names=tuple(trace.ops.names),
         op_seconds=tuple(trace.ops.seconds),
-        op_bytes=_op_bytes(trace, nodes),
-        op_gradient_bytes=_curve((_span(trace.storages[index], end) for index in trace.gradients), end),
+        op_bytes=byte_curve(spans, end),
+        op_gradient_bytes=byte_curve(gradients, end),
         nodes=sites,
         staying=_staying(trace, names, layers),
         hidden=tuple(HiddenBytes(name=s.name, nbytes=s.nbytes) for s in trace.hidden),
@@ -174,29 +174,29 @@ def _short_op(storage: Storage) -> str:
     return stem if stem and number.isdigit() else last
 
 
-def _op_bytes(trace: Trace, nodes: set[int]) -> tuple[int, ...]:
-    end = len(trace.ops.names)
-    spans = [
-        _span(storage, end)
-        for storage in trace.storages
-        if storage.kind not in _STATE and storage.index not in nodes and storage.index not in trace.off_device
-    ]
+ByteSpan = tuple[int, int, int]
+"""The operators while which a storage is there (first, end), and its bytes."""
+
+
+def byte_spans(trace: Trace) -> tuple[list[ByteSpan], list[ByteSpan]]:
+    """What a profile's `op_bytes` and `op_gradient_bytes` count."""
+    end, nodes, release = len(trace.ops.names), {node.storage.index for node in trace.nodes}, dict(trace.never_read)
+    spans = [(index, index + 1, nbytes) for index, nbytes in trace.ops.temporary]
     spans += trace.gathered
-    spans += [(index, index + 1, nbytes) for index, nbytes in trace.ops.temporary]
-    for index, release in trace.never_read:
-        _, dies, nbytes = _span(trace.storages[index], end)
-        if release > dies:
-            spans.append((dies, release, nbytes))
-    return _curve(spans, end)
+    for storage in trace.storages:
+        if storage.kind not in _STATE and storage.index not in nodes and storage.index not in trace.off_device:
+            first, dies, nbytes = _span(storage, end)
+            spans.append((first, max(dies, release.get(storage.index, 0)), nbytes))
+    return spans, [_span(trace.storages[index], end) for index in trace.gradients]
 
 
-def _span(storage: Storage, end: int) -> tuple[int, int, int]:
-    """The operators while which a storage is there, and its bytes. `end`: the number of operators."""
+def _span(storage: Storage, end: int) -> ByteSpan:
+    """`end`: the number of operators."""
     dies = end if storage.dies is None else min(end, storage.dies)
     return max(0, storage.born), dies, storage.nbytes
 
 
-def _curve(spans: Iterable[tuple[int, int, int]], end: int) -> tuple[int, ...]:
+def byte_curve(spans: Iterable[ByteSpan], end: int) -> tuple[int, ...]:
     """The sum of bytes at each of `end` operators; spans are half-open (first, end, bytes)."""
     changes = [0] * (end + 1)
     for first, last, nbytes in spans:
@@ -228,7 +228,7 @@ def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> Iterator[Lay
             enough_op=span.enough_op,
             end_sequence=span.end_sequence - trace.ops.start_sequence,
             inputs=span.inputs,
-            op_bytes=_curve([(begin - first, dies - first, nbytes) for begin, dies, nbytes in there], end - first),
+            op_bytes=byte_curve([(begin - first, dies - first, nbytes) for begin, dies, nbytes in there], end - first),
             staying_bytes=sum(storage.nbytes for storage in own if storage.index in trace.staying),
             why_not=span.why_not
             or ("its parameters are sharded" if trace.gathered else "")

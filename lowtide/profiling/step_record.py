@@ -1,7 +1,7 @@
 """One step on record: what it told, before anything is made of it, and what all that watch it share meanwhile.
 
-Told: a `Trace` has operators, storages, nodes and layers, as plain records that hold no tensor. fake/expand_layers.py
-extends it, build_profile.py reads it.
+Told: a `Trace` has operators, storages, nodes and layers, as plain records that hold no tensor; build_profile.py reads
+it.
 Meanwhile: `Operators` are the columns of the trace, which grow, and autograd's number of each operator. `StepState` has
 the storages, the module that is running, and what an operator was given and gave out, in records. `StepRecorder` sees
 operators and compiled parts (step_recorder.py), `ModuleWatch` modules (module_watch.py), `SavedTensorRecorder` what

@@ -37,7 +37,7 @@ from lowtide.core.profile import Profile, StateBytes
 from lowtide.core.recipe import Codec
 from lowtide.errors import ConfigError
 from lowtide.loss.blocks import REPEAT
-from lowtide.profiling.build_profile import find_recipes, profile_of
+from lowtide.profiling.build_profile import byte_spans, find_recipes, profile_of
 from lowtide.profiling.fake.expand_layers import expand
 from lowtide.profiling.fake.fake_model import (
     CannotSkipError,
@@ -61,7 +61,6 @@ from lowtide.profiling.observe_step import input_bytes, record_step, wants_accum
 from lowtide.profiling.saved_tensors import fake_stash
 from lowtide.profiling.smaller import traced_codec
 from lowtide.profiling.state_bytes import state_bytes
-from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder
 from lowtide.profiling.untouched import Ends, apart, untouched
 from lowtide.recipes.graph import OpCall
@@ -195,7 +194,7 @@ def trace(
     own = {id(each) for each in fakes_alive(mode)} if any(map(is_fake, model.parameters())) else set()
     while True:
         try:
-            recorded, shapes = apart(
+            profile = apart(
                 _trace,
                 model=model,
                 batch=batch,
@@ -215,13 +214,11 @@ def trace(
             if accumulates or not wants_accumulation(error):
                 raise
             accumulates = True
-    inputs = input_bytes(recorded)
+    inputs = profile.state.inputs
     if state is None:
         how: Any = {"optimizer": optimizer, "device_type": None, "is_accelerator": not is_host}
         state = state_bytes(model, inputs=inputs, **how)
-    state = dataclasses.replace(state, inputs=inputs)
-    profile = profile_of(recorded, model, device=hardware.name, is_fake=True, batch=shapes, layers=names, state=state)
-    del recorded
+    profile = dataclasses.replace(profile, state=dataclasses.replace(state, inputs=inputs))
     if left := fakes_left(mode, own):
         warnings.warn(
             f"lowtide: the traced step left tensors without bytes in {left}, which lowtide cannot put back; empty it "
@@ -299,7 +296,8 @@ def _trace(
     is_fused: bool,
     runs: tuple[Run, ...],
     accumulates: bool,
-) -> tuple[Trace, str]:
+) -> Profile:
+    """The profile, whose state has no more than the batch."""
 
     def codec_of(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None) -> Codec | None:
         return traced_codec(storage.nbytes(), dtype, clock.hardware, limit)
@@ -338,7 +336,9 @@ def _trace(
             raise
     recorded.ops.temporary += clock.workspaces
     find_recipes(recorded)
-    return expand(recorded, runs), recorder.watch.batch
+    how: Any = {"device": clock.hardware.name, "is_fake": True, "batch": recorder.watch.batch, "layers": layers}
+    profile = profile_of(recorded, model, **how, state=StateBytes(inputs=input_bytes(recorded)))
+    return expand(profile, *byte_spans(recorded), runs) if runs else profile
 
 
 @contextlib.contextmanager
