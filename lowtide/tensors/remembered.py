@@ -260,8 +260,15 @@ class State(Held):
 
     @classmethod
     def of_thread(cls, value: threading.local, name: Name) -> State:
-        """What the thread that asks has in a thread-local. A record of attributes puts it back, on its thread."""
-        return cls(lambda: {(key, id(held)) for key, held in vars(value).items()}, lambda _: None, name)
+        """What the thread that asks has in a thread-local: numbers and empty containers are what any thread may have of
+        its own. A record of attributes puts it back, on its thread."""
+
+        def found() -> list[tuple[str, Any]]:
+            empty = [key for key, held in vars(value).items() if isinstance(held, dict | list | set) and not held]
+            own = {key: held if type(held) in PLAIN else id(held) for key, held in vars(value).items()}
+            return sorted({**own, **dict.fromkeys(empty)}.items(), key=lambda pair: pair[0])
+
+        return cls(found, lambda _: None, name)
 
     @classmethod
     def of_cache(cls, function: Any, name: Name) -> State:

@@ -232,7 +232,7 @@ class Forwards:
         self._looks_left -= 1
         before = _Surroundings(self._model, (), calls)
         found: list[str] = []
-        batch.at_layer = lambda _: found.append("" if any(found) else before.changed())
+        batch.at_layer = lambda parts: found.append("" if any(found) else before.changed(parts))
         self._run(calls[-1], batch, len(calls))
         batch.at_layer = lambda _: None
         found.append(before.changed())
