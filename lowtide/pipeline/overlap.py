@@ -40,7 +40,7 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -160,7 +160,7 @@ class Overlap:
             half.note("segment")
 
     def _in_turns(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
-        baton = Baton(BACKWARD)
+        baton = Baton(BACKWARD, FORWARD)
         ahead, behind = (_Half(self, name, self.num_pairs, baton) for name in (FORWARD, BACKWARD))
         self._next_pair()
         context = contextvars.copy_context()
@@ -286,7 +286,7 @@ def _sharded_module(x: torch.Tensor) -> str | None:
     return None
 
 
-# -- two threads of which exactly one runs ---------------------------------------------------------------------------
+# -- threads of which exactly one runs -------------------------------------------------------------------------------
 
 
 class Abandoned(BaseException):
@@ -294,50 +294,57 @@ class Abandoned(BaseException):
 
 
 class Baton:
-    """Who of two halves runs."""
+    """Who of several parties runs. The first one begins; the baton goes round in their order."""
 
-    def __init__(self, first: str) -> None:
-        self._holder: str | None = first
-        self._over: set[str] = set()
+    def __init__(self, *parties: Hashable) -> None:
+        self._parties = parties
+        self._holder: Hashable = parties[0]
+        self._over: set[Hashable] = set()
         self._changed = threading.Condition()
         self.error: BaseException | None = None
-        """What the first half that raised has raised."""
+        """What the first party that raised has raised."""
 
-    def wait_for(self, half: str) -> None:
-        """Return when it is the turn of `half`. Raises Abandoned if the other one has raised."""
+    def _following(self, party: Hashable) -> Hashable:
+        """The next one that is not over: itself if all others are, None if it is, too."""
+        after = self._parties.index(party) + 1
+        return next((p for p in self._parties[after:] + self._parties[:after] if p not in self._over), None)
+
+    def wait_for(self, party: Hashable) -> None:
+        """Return when it is its turn. Raises Abandoned if another one has raised."""
         with self._changed:
-            while self._holder != half and self.error is None:
+            while self._holder != party and self.error is None:
                 self._changed.wait()
             if self.error is not None:
                 raise Abandoned
 
-    def pass_on(self, half: str) -> bool:
-        """Let the other half run, until the baton comes back. False if the other half is over: nothing has run."""
+    def pass_on(self, party: Hashable) -> bool:
+        """Let the others run, until the baton comes back. False if all are over: nothing has run."""
         with self._changed:
             if self.error is not None:
                 raise Abandoned
-            assert self._holder == half, f"{half} runs although it is not its turn"
-            if OTHER[half] in self._over:
+            assert self._holder == party, f"{party} runs although it is not its turn"
+            if self._following(party) == party:
                 return False
-            self._holder = OTHER[half]
+            self._holder = self._following(party)
             self._changed.notify_all()
-        self.wait_for(half)
+        self.wait_for(party)
         return True
 
-    def end(self, half: str, error: BaseException | None) -> None:
-        """`half` is over, and raised `error` if that is not None."""
+    def end(self, party: Hashable, error: BaseException | None) -> None:
+        """`party` is over, and raised `error` if that is not None."""
         with self._changed:
-            self._over.add(half)
+            self._over.add(party)
             if self.error is None and not isinstance(error, Abandoned):
                 self.error = error
-            if self._holder == half:
-                self._holder = OTHER[half]
+            if self._holder == party:
+                self._holder = self._following(party)
             self._changed.notify_all()
 
 
-def as_this_thread() -> contextlib.AbstractContextManager[None]:
+def as_this_thread(*, keeps_casts: bool = True) -> contextlib.AbstractContextManager[None]:
     """A context inside of which another thread is as the calling one is now. Afterwards hooks and modes of that thread
-    are off; the rest stays as it is."""
+    are off; the rest stays as it is. `keeps_casts`: the cache of autocast survives until the calling thread leaves its
+    autocast; else, where that is in none, until any thread leaves its own."""
     device = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if device is None else ["cpu", device.type]
     # To ask for the stream of a device that nobody uses would set it up.
@@ -345,6 +352,8 @@ def as_this_thread() -> contextlib.AbstractContextManager[None]:
     stream = torch.accelerator.current_stream() if is_used else None
     has_gradients, caches_casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    is_nested = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
     hooks, for_functions, for_dispatch = top_saved_tensors_hooks(), [*function_modes()], [*dispatch_modes()]
 
     @contextlib.contextmanager
@@ -360,8 +369,9 @@ def as_this_thread() -> contextlib.AbstractContextManager[None]:
         with contextlib.ExitStack() as stack:
             # Whoever leaves the outermost autocast of a thread empties a cache that all threads share, and a weight
             # that the other half uses twice would be cast twice: other sums.
-            torch.autocast_increment_nesting()
-            stack.callback(torch.autocast_decrement_nesting)
+            if keeps_casts or is_nested:
+                torch.autocast_increment_nesting()
+                stack.callback(torch.autocast_decrement_nesting)
             if hooks is not None:
                 push_saved_tensors_hooks(*hooks)
                 stack.callback(pop_saved_tensors_hooks)

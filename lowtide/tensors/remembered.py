@@ -15,6 +15,7 @@ import copy
 import functools
 import io
 import itertools
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -83,6 +84,10 @@ class Record:
         """Whether the very thing is there that was."""
         return self.now() is self.then
 
+    def changed_name(self) -> Name:
+        """Where in it something is not as it was."""
+        return self.name
+
     def again(self) -> Self:
         """The same place, as it is now."""
         other = copy.copy(self)
@@ -119,6 +124,11 @@ class Attributes(Record):
             key is other and value is was
             for (key, value), (other, was) in zip(self.kind.items(now), then.items(), strict=True)
         )
+
+    def changed_name(self) -> Name:
+        now, then = self.now(), self.then
+        keys = (key for key in {**then, **now} if now.get(key, NOTHING) is not then.get(key, NOTHING))
+        return Name(self.name, next(keys, ""), self.is_item)
 
     def put(self, then: dict) -> None:
         if self.is_module:
@@ -249,6 +259,18 @@ class State(Held):
         return cls(functools.partial(_bytes_of, value), functools.partial(_write_bytes, value), name)
 
     @classmethod
+    def of_thread(cls, value: threading.local, name: Name) -> State:
+        """What the thread that asks has in a thread-local: numbers and empty containers are what any thread may have of
+        its own. A record of attributes puts it back, on its thread."""
+
+        def found() -> list[tuple[str, Any]]:
+            empty = [key for key, held in vars(value).items() if isinstance(held, dict | list | set) and not held]
+            own = {key: held if type(held) in PLAIN else id(held) for key, held in vars(value).items()}
+            return sorted({**own, **dict.fromkeys(empty)}.items(), key=lambda pair: pair[0])
+
+        return cls(found, lambda _: None, name)
+
+    @classmethod
     def of_cache(cls, function: Any, name: Name) -> State:
         """A function under `functools.lru_cache`. Emptied if it was empty; else it keeps what it has learned."""
         return cls(lambda: bool(function.cache_info().currsize), lambda then: then or function.cache_clear(), name)
@@ -330,6 +352,13 @@ class TensorState:
             and _version(self.tensor) != self._version
             and storage_key(self._alias.untyped_storage()) not in written
         )
+
+    def is_written(self, *, by_value: bool) -> bool:
+        """Whether its version has moved, or its `.data`; `by_value`: or the bytes of a small one."""
+        if _version(self.tensor) != self._version or self._is_moved():
+            return True
+        alias, copy = self._alias, self._copy
+        return by_value and self._is_small and alias is not None and copy is not None and not same_bytes(alias, copy)
 
     def restore(self, written: dict[int, Any]) -> None:
         tensor, alias, copy = self.tensor, self._alias, self._copy

@@ -222,6 +222,14 @@ class Snapshot:
             if position_of(value) != then
         ]
 
+    def note_positions(self) -> None:
+        """What moves on by itself may have done so until now."""
+        self._positions = [(value, name, position_of(value)) for value, name, _ in self._positions]
+
+    def written(self, *, by_value: bool) -> Iterator[str]:
+        """Names of tensors that were written to since. `by_value`: small ones also past their version."""
+        return (str(state.name) for state in self._tensors if state.is_written(by_value=by_value))
+
     def restore(self) -> None:
         """Put everything back. May be called again. What did not change is not written to."""
         with disable_current_modes(), torch.no_grad():
@@ -444,6 +452,8 @@ class _StateWalk:
             return
         if type(attributes) is dict:
             self._attributes(attributes, name, depth)
+        if isinstance(value, threading.local):
+            self.records.append(State.of_thread(value, name))
         if self._called:
             self._class(type(value), name)
         for key, slot in members_of(type(value)).items():

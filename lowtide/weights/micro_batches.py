@@ -1,31 +1,48 @@
-"""Backward of several micro-batches layer by layer, so that one stay of a layer's weights serves all of them.
+"""Several micro-batches layer by layer, so that one stay of a layer's weights serves all of them.
 
 What: micro-batches one after the other fetch each layer twice a micro-batch, for its forward and for its backward. Here
-all forwards run first, in order. At the entry and the exit of each layer the graph is *cut*: what goes on is the same
-bytes, with a node of its own that holds on to the gradient instead of passing it on. Then each layer's backward runs
-for one micro-batch after the other before the layer below begins (the order that GreedySnake takes). So a step of M
-micro-batches fetches a layer M + 1 times.
+a layer runs forward for one micro-batch after the other before the layer above begins, and so it is, downwards, in
+backward (the order that GreedySnake takes). So a step fetches a layer twice, however many micro-batches it has.
 
-Why the bits are plain's: a graph that is cut falls into pieces (the backward of a layer, and what stands between), and
-a piece is run once, with all that arrives for it, in autograd's own order. A sum is formed inside of one piece, or over
-micro-batches, which come in order. `check` refuses graphs in which that is not so: where a tensor or a weight is used
-by two pieces, the sum would have another order. `run_backward` refuses one that draws random numbers or writes
-into buffers: plain's has done so before the next forward.
+Backward: at the entry and the exit of each layer the graph is *cut*: what goes on is the same bytes, with a node of its
+own that holds on to the gradient instead of passing it on. Why the bits are plain's: a graph that is cut falls into
+pieces (the backward of a layer, and what stands between), and a piece is run once, with all that arrives for it, in
+autograd's own order. A sum is formed inside of one piece, or over micro-batches, which come in order. `check` refuses
+graphs in which that is not so: where a tensor or a weight is used by two pieces, the sum would have another order.
+`run_backward` refuses one that draws random numbers or writes into buffers: plain's has done so before the next
+forward.
 
-Cost: what the layers of all micro-batches saved is there at a time; with layers under torch's checkpoint these are the
-inputs of the layers. Python: about 1 us a node of the graph, for the check. Refused by name: micro-batches that run
-different layers, plans, weights that two layers share, reentrant checkpoints around layers.
+Forward (`Forwards`): each micro-batch's runs on a thread of its own that is as the caller's, and exactly one runs at a
+time (pipeline/overlap.py has the baton). It changes hands at the entry of each layer, so what happens happens in one
+order, in every run. Why the bits are plain's: a forward that leaves nothing for another one gives the same whenever it
+runs. That is looked at, not believed: the last micro-batch of the first step runs under a look at all that its code
+reaches (tensors/snapshot.py), at each entry of a layer. If something has moved (random numbers, statistics, counters, a
+mask that is set for a while, a number that a layer leaves for the end, settings of torch, what only the caller's thread
+has), forwards stay in order, each layer is fetched for each of them, and a line says why. From then on modules, random
+generators and settings are looked at, at each entry; what moves then is refused by name before any gradient is there.
+
+Cost: what the layers of all micro-batches saved is there at a time, whichever way the forwards go; with layers under
+torch's checkpoint these are the inputs of the layers. Python: about 1 us a node of the graph, for the check; 0.1 ms a
+layer and micro-batch for the turns; the first look about a second for 300 modules. Refused by name: micro-batches that
+run different layers, plans, weights that two layers share, reentrant checkpoints around layers.
 
 Not covered, and not seen:
 - a forward that calls `torch.autograd.grad` with `allow_unused=True`: to torch, what is behind a cut is unused;
-- what a forward writes through `.data` into a buffer, or into a weight that stays on the device;
+- what a forward writes through `.data` into a buffer above 1 MiB, or into a weight that stays on the device;
 - what a hook of backward leaves for the next forward, other than in buffers and random generators (a number that
-  scales the loss, say): here all forwards have run before it.
+  scales the loss, say): here all forwards have run before it;
+- a forward that begins to write to globals or objects outside of its modules after the first look; a lock that a
+  forward holds while its layers run (the next one waits for it for ever).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import contextvars
+import functools
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +50,16 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.tensors.private import tree_leaves, tree_map_only, version_of
-from lowtide.tensors.snapshot import process_states
+from lowtide.pipeline.overlap import Baton, as_this_thread
+from lowtide.profiling.untouched import to_the_end
+from lowtide.tensors.modes import Modes
+from lowtide.tensors.private import top_saved_tensors_hooks, tree_leaves, tree_map_only, version_of
+from lowtide.tensors.remembered import Record
+from lowtide.tensors.snapshot import process_states, take
 
+logger = logging.getLogger("lowtide")
+_MOST_LOOKS = 2
+"""Steps that are looked at: what a first forward sets up once is there in the second one."""
 _CALL = "lowtide: step"
 _ONE_BY_ONE = "call backward() of one micro-batch after the other instead"
 
@@ -86,6 +110,10 @@ class MicroBatch:
 
     is_last: bool
     """No more micro-batch of the step comes after it."""
+    is_watched: bool = False
+    """More come after it, and its weights are to be the same for their forwards."""
+    at_layer: Callable[[Collection[str]], None] = lambda parts: None
+    """Called before a layer begins, with names of parts of the model: around the layers, the last one, and this."""
     runs: list[_LayerRun] = field(default_factory=list)
     loss: torch.Tensor | None = None
     is_complete: bool = False
@@ -144,6 +172,170 @@ class MicroBatch:
             found.append((f"'{run.name}'", [joint.tensor for joint in run.made]))
             found.append((f"what goes into '{run.name}'", [joint.tensor for joint in run.given]))
         return found
+
+
+class Forwards:
+    """How the forwards of micro-batches that are handed over together run. `parts`: names of what comes and goes."""
+
+    def __init__(self, model: nn.Module, parts: Collection[str]) -> None:
+        self.is_by_layer = False
+        """Whether they take turns at each layer from now on."""
+        self._model = model
+        self._parts = parts
+        self._looks_left = _MOST_LOOKS
+        self._said: set[str] = set()
+        self._current: MicroBatch | None = None
+        """The one whose forward runs now."""
+
+    def at(self, name: str) -> MicroBatch | None:
+        """The micro-batch whose forward has come to a part of the model, once it is its turn there; None where none was
+        handed over."""
+        batch = self._current
+        if batch is not None:
+            batch.at_layer({"", name, *(run.name for run in batch.runs[-1:])})
+            self._current = batch
+        return batch
+
+    def run(self, calls: Sequence[Callable[[], Any]], batches: list[MicroBatch]) -> None:
+        """Run the forward of each micro-batch, and add to `batches` what it leaves."""
+        modes, num = Modes(), len(calls)
+        is_bare = modes.is_still(modes) and top_saved_tensors_hooks() is None
+        try:
+            if self.is_by_layer and is_bare and num > 1:
+                self._run_by_layer(calls, batches)
+                return
+            for number, call in enumerate(calls, 1):
+                batches.append(MicroBatch(number == num, is_watched=number == 1 < num))
+                if 1 < number == num and is_bare and self._looks_left and not self.is_by_layer:
+                    self._look_at(calls, batches[-1])
+                else:
+                    self._run(call, batches[-1], number)
+        finally:
+            self._current = None
+        if not is_bare:
+            self._say("its caller has modes or hooks on")
+
+    def _run(self, call: Callable[[], Any], batch: MicroBatch, number: int) -> None:
+        self._current = batch
+        batch.loss = call()
+        if not isinstance(batch.loss, torch.Tensor) or batch.loss.numel() != 1 or not batch.loss.requires_grad:
+            raise ConfigError(f"{_CALL}: what loss {number} returns is no scalar tensor with a graph")
+        batch.is_complete = True
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            logger.info("%s: forwards run one after the other, each with all layers fetched for it: %s", _CALL, why)
+
+    def _look_at(self, calls: Sequence[Callable[[], Any]], batch: MicroBatch) -> None:
+        """Run the forward of the last micro-batch, and see whether the next step's may take turns."""
+        self._looks_left -= 1
+        before = _Surroundings(self._model, (), calls)
+        found: list[str] = []
+        batch.at_layer = lambda parts: found.append("" if any(found) else before.changed(parts))
+        self._run(calls[-1], batch, len(calls))
+        batch.at_layer = lambda _: None
+        found.append(before.changed())
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(contextvars.copy_context().run, before.changed).result())
+        why = next(filter(None, found), "")
+        self.is_by_layer = not why
+        if why and not self._looks_left:
+            self._say(f"one changes {why}")
+
+    def _run_by_layer(self, calls: Sequence[Callable[[], Any]], batches: list[MicroBatch]) -> None:
+        """Each on a thread, which hands over where a layer begins. An error of one ends all, and is raised."""
+        baton, before = Baton(*range(len(calls))), _Surroundings(self._model, self._parts)
+        for number in range(len(calls)):
+            turn = functools.partial(self._take_turns, baton, before, number)
+            batches.append(MicroBatch(number == len(calls) - 1, is_watched=number == 0, at_layer=turn))
+        with ThreadPoolExecutor(len(calls), thread_name_prefix="lowtide-forward") as pool:
+            try:
+                futures = []
+                for number, call in enumerate(calls):
+                    alone = functools.partial(self._run_and_look, before, call, batches[number], number + 1)
+                    one = (_on_thread, as_this_thread(keeps_casts=False), baton, number, alone)
+                    futures.append(pool.submit(contextvars.copy_context().run, *one))
+                for future in futures:
+                    future.result()
+            except BaseException as error:  # Ctrl-C, which comes to this thread
+                baton.end(0, error)
+            to_the_end(pool.shutdown)
+        error_of_one, baton.error = baton.error, None
+        if error_of_one is not None:
+            try:
+                raise error_of_one
+            finally:
+                del error_of_one  # its traceback leads to this frame
+
+    def _take_turns(self, baton: Baton, before: _Surroundings, number: int, parts: Collection[str]) -> None:
+        self._refuse(before.changed(parts))
+        torch.clear_autocast_cache()  # all threads share it, and each casts for itself
+        baton.pass_on(number)
+
+    def _run_and_look(self, before: _Surroundings, call: Callable[[], Any], batch: MicroBatch, number: int) -> None:
+        self._run(call, batch, number)
+        self._refuse(before.changed())
+        torch.clear_autocast_cache()
+
+    def _refuse(self, changed: str) -> None:
+        if changed:
+            self.is_by_layer, self._looks_left = False, 0
+            raise ConfigError(
+                f"{_CALL}: the forward of a micro-batch changes {changed}, and forwards of others run in between, so "
+                "this step is not right: no gradient was touched; call step again, and forwards will run one after the "
+                "other"
+            )
+
+
+def _on_thread(
+    as_caller: contextlib.AbstractContextManager[None], baton: Baton, number: int, alone: Callable[[], None]
+) -> None:
+    """Run a forward when it is its turn, to its end. Its error is left in `baton`."""
+    try:
+        with as_caller:
+            baton.wait_for(number)
+            alone()
+    except BaseException as error:
+        baton.end(number, error)
+    else:
+        baton.end(number, None)
+
+
+class _Surroundings:
+    """What a forward could leave for another one, as it is now: what its modules hold, random generators, settings of
+    torch; with `calls`, the functions of micro-batches, all that their code reaches. `parts`: of the model."""
+
+    def __init__(self, model: nn.Module, parts: Collection[str], calls: Sequence[Callable] = ()) -> None:
+        devices = {parameter.device for parameter in model.parameters()}
+        self._found = take(model, beside=calls or None, called=bool(calls), devices=devices)
+        self._modes = Modes()
+        self._context = [*contextvars.copy_context().items()]
+        graphs = (f"'{name}' (a graph of before)" for tensor, name in self._found.tensors if tensor.grad_fn is not None)
+        self._graph = next(graphs, "") if calls else ""
+        self._is_begun = False
+        self._records: dict[str, list[Record]] = {}
+        for record in self._found.records():
+            name = f"{record.name}."
+            part = next((part for part in parts if name.startswith(f"{part}.")), "")
+            self._records.setdefault(part, []).append(record)
+
+    def changed(self, parts: Collection[str] = ()) -> str:
+        """The name of the first thing that is not as it was; empty if all is. `parts`: where a layer begins, what is
+        theirs is looked at; none: a forward is over, and all is."""
+        if not self._is_begun:  # batches may be drawn from an iterator ahead of the layers
+            self._is_begun = True
+            self._found.note_positions()
+        if not self._modes.is_still(Modes()):
+            return "a setting of torch"
+        if not parts and [*contextvars.copy_context().items()] != self._context:
+            return "a context variable"
+        records = (record for part in parts or self._records for record in self._records.get(part, ()))
+        record = next((record for record in records if not record.is_same()), None)
+        if record is not None:
+            return f"'{record.changed_name()}'"
+        written = (f"'{name}'" for name in self._found.written(by_value=not parts))
+        return next(written, "") or self._graph or next(iter(self._found.moved()), "")
 
 
 def _surroundings(model: nn.Module) -> Callable[[str], None]:

@@ -66,7 +66,7 @@ from lowtide.tensors.view import Shape
 from lowtide.tensors.wrappers import is_distributed
 from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
-from lowtide.weights.micro_batches import MicroBatch, check_unwritten, run_backward
+from lowtide.weights.micro_batches import Forwards, MicroBatch, check_unwritten, run_backward
 from lowtide.weights.micro_batches import check as check_pieces
 from lowtide.weights.moves import FORWARD, Movable, WeightMoves, WeightStats, quiet
 
@@ -326,8 +326,9 @@ class WeightSwap:
         self._gradients: dict[torch.Tensor, Movable] = {}
         self._open: list[_Unit] = []
         """Parts whose forward runs now, from the outside in."""
-        self._micro_batch: MicroBatch | None = None
-        """The one whose forward runs now, where several are handed over together."""
+        self._forwards = Forwards(model, [unit.name for unit in units])
+        self._sums: dict[Movable, torch.Tensor | None] = {}
+        """Of weights, as the first of several micro-batches has used them."""
         self._used: set[_Unit] = set()
         self._has_warned = False
         self._undo: list[Callable[[], Any]] = []
@@ -478,12 +479,13 @@ class WeightSwap:
 
     def _around(self, unit: _Unit) -> Callable[[Callable, tuple, dict], Any]:
         def around(forward: Callable, args: tuple, kwargs: dict) -> Any:
+            kind = FORWARD if current_autograd_node() is None else "again"
+            is_whole = kind == FORWARD and not self._open and torch.is_grad_enabled()
+            cuts = self._forwards.at(unit.name) if is_whole else None
             self._used.add(unit)
             self._open.append(unit)
             try:
-                kind = FORWARD if current_autograd_node() is None else "again"
-                cuts = self._micro_batch if kind == FORWARD and len(self._open) == 1 else None
-                if cuts is not None and torch.is_grad_enabled():
+                if cuts is not None:
                     args, kwargs = cuts.enter(unit.name, args, kwargs)
                 with self._moves.using((kind, unit.name), unit.items), self._holding_saved():
                     output = forward(*args, **kwargs)
@@ -497,6 +499,8 @@ class WeightSwap:
                 ) from error
             finally:
                 self._open.remove(unit)
+            if cuts is not None and cuts.is_watched:
+                self._sums |= self._moves.sums(unit.items)
             if torch.is_grad_enabled():
                 self._wait_for_backward(unit, output)
                 output = output if cuts is None else cuts.leave(output)
@@ -548,13 +552,13 @@ class WeightSwap:
                 self.optimizer_swap.hold_updates(holds)
 
         try:
-            self._forwards(losses, batches)
+            self._run_forwards(losses, batches)
             results = [batch.loss.detach() for batch in batches if batch.loss is not None]
             check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
             self._moves.order.gathers = True
             run_backward(batches, self.model, before=lambda batch: hold_updates(not batch.is_last), after=self._is_over)
         finally:
-            self._micro_batch = None
+            self._sums = {}
             self._moves.order.gathers = False
             hold_updates(False)
             for batch in batches:
@@ -562,8 +566,8 @@ class WeightSwap:
             self._moves.arrive()
         return results
 
-    def _forwards(self, losses: Iterable[Callable[[], torch.Tensor]], batches: list[MicroBatch]) -> None:
-        """Run all forwards, in order, and add to `batches` what each leaves. Raises `ConfigError` as `step` does."""
+    def _run_forwards(self, losses: Iterable[Callable[[], torch.Tensor]], batches: list[MicroBatch]) -> None:
+        """Run all forwards, and add to `batches` what each leaves. Raises `ConfigError` as `step` does."""
         if self.is_planned or patched_module(self.model) is not None:
             raise ConfigError("lowtide: step: the model is under a plan; call remove() of the plan's handle first")
         calls = list(losses) if isinstance(losses, Iterable) else []
@@ -574,18 +578,8 @@ class WeightSwap:
             )
         if self.optimizer_swap is not None and self.optimizer_swap.has_begun:
             raise ConfigError("lowtide: step: backward has updated weights already; call optimizer.step() first")
-        sums: dict[Movable, torch.Tensor | None] = {}
-        for number, loss in enumerate(calls, 1):
-            batch = self._micro_batch = MicroBatch(is_last=number == len(calls))
-            batches.append(batch)
-            batch.loss = loss()
-            if not isinstance(batch.loss, torch.Tensor) or batch.loss.numel() != 1 or not batch.loss.requires_grad:
-                raise ConfigError(f"lowtide: step: what loss {number} returns is no scalar tensor with a graph")
-            batch.is_complete = True
-            if number == 1 and not batch.is_last:
-                sums = self._moves.sums(self.weights.values())
-        self._micro_batch = None
-        check_unwritten(sums, self._moves.sums(sums))
+        self._forwards.run(calls, batches)
+        check_unwritten(self._sums, self._moves.sums(self._sums))
 
     def _is_over(self, name: str) -> None:
         """The backward of a part is over for all micro-batches: its gradients may leave."""
