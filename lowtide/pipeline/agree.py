@@ -34,7 +34,7 @@ from lowtide.pipeline.live_chunks import is_in_order
 from lowtide.pipeline.schedule import Schedule
 from lowtide.pipeline.verify import verify
 from lowtide.tensors.fsdp import is_fsdp, is_sharded
-from lowtide.tensors.private import default_store
+from lowtide.tensors.private import default_store, has_comm_hook
 from lowtide.tensors.ranks import gather
 
 Facts = Mapping[str, object]
@@ -247,16 +247,21 @@ def facts_of(
     return facts | {"tied weights": "not known" if known is None else words}, known
 
 
-def check_parallel(stages: Mapping[int, Any], *, takes_turns: bool) -> None:
+def check_parallel(stages: Mapping[int, Any], replicas: Mapping[int, Any], *, takes_turns: bool) -> None:
     """Wrappers that expect one forward and its backward at a time."""
+    for stage, replicated in replicas.items():
+        if has_comm_hook(replicated):
+            raise ConfigError(
+                f"pipeline: stage {stage} is in DistributedDataParallel with a communication hook, and a pipeline sums "
+                "gradients over the replicas itself, once a step; leave the hook out"
+            )
     for stage, module in stages.items():
         for name, each in module.named_modules():
             what = f"stage {stage}" if not name else f"'{name}' of stage {stage}"
             if isinstance(each, nn.parallel.DistributedDataParallel):
                 raise ConfigError(
                     f"pipeline: {what} is in DistributedDataParallel, which exchanges the gradients of one micro-batch "
-                    "when its backward ends, and here several are in flight; give the module inside, and sum gradients "
-                    "over the replicas after each step"
+                    "when its backward ends, and here several are in flight; put it around the whole stage"
                 )
             if takes_turns and is_fsdp(each):
                 raise ConfigError(

@@ -35,7 +35,7 @@ from lowtide.errors import ConfigError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.agree import Together
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
-from lowtide.pipeline.experts import averaging_bytes
+from lowtide.pipeline.experts import averaging_bytes, trained_by
 from lowtide.pipeline.live_chunks import live_chunks_of
 from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
 from lowtide.pipeline.overlap import Overlap
@@ -49,7 +49,7 @@ from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.fsdp import fsdp_modules
+from lowtide.tensors.fsdp import whole_bytes
 from lowtide.tensors.kinds import device_of
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.modes import remembered_cast_bytes
@@ -105,7 +105,7 @@ def fit_stages(
             seen = ranks.all_do("the rows of all micro-batches", lambda: with_rows_of_all(pipeline, inputs, chunks))
         # A weight of several stages has a sum for each, and the sum of these; pipelines average bucket by bucket.
         between = _shared_bytes(pipeline, own) + pipeline.tied.num_bytes
-        if together is not None:
+        if together is not None or pipeline.replicas:
             between = max(between, averaging_bytes(list(own.parameters())))
         state = _state_of(pipeline, own, (inputs, targets), optimizer, device)
         if config.optimizer == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
@@ -156,12 +156,6 @@ def _checked(
             "pipeline: a budget cannot be planned for weight gradients that stay for later waits; leave most_kept out "
             "of WeightGradients, or write rules: recompute, swap, keep"
         )
-    for stage, module in pipeline.stages.items():
-        if fsdp_modules(module):
-            raise ConfigError(
-                f"pipeline: a budget cannot be planned for stage {stage}, which FSDP2 shards: its gathered weights and "
-                "whole gradients are not counted; write rules: recompute, swap, keep"
-            )
     if isinstance(pipeline.loss, nn.Module) and any(True for _ in pipeline.loss.parameters()):
         raise ConfigError(
             "pipeline: a budget cannot be planned for a loss with weights, since they are in no stage; make what has "
@@ -220,11 +214,18 @@ def _state_of(
         device_type=device.type,
         is_accelerator=device.type != "cpu",
     )
+    # Under FSDP2 what is whole stays from the first action of a stage to its last, and is gone before the optimizer.
+    # What travels when it is gathered and reduced does so in each step that was observed, too.
+    weights, gradients = map(sum, zip(*map(whole_bytes, pipeline.stages.values())))
     shared = _shared_bytes(pipeline, own)
+    # DistributedDataParallel has room for its gradients from the beginning, whether it exchanges any or not.
+    idle = sum(p.nbytes for each in pipeline.replicas.values() for p in trained_by(each))
     return dataclasses.replace(
         state,
-        gradients=state.gradients + shared,
-        optimizer_temporaries=max(0, state.optimizer_temporaries - shared),
+        inputs=state.inputs + idle,
+        parameters=state.parameters + weights,
+        gradients=state.gradients + shared + gradients,
+        optimizer_temporaries=max(0, state.optimizer_temporaries - shared - weights - gradients),
     )
 
 

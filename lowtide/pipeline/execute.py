@@ -45,7 +45,8 @@ from lowtide.pipeline.agree import (
     named_weights,
     refuse_difference,
 )
-from lowtide.pipeline.gradients import Place, StepGradients, Tie, TiedWeights, described, gradient_norm
+from lowtide.pipeline.experts import average_over_replicas
+from lowtide.pipeline.gradients import Place, StepGradients, Tie, TiedWeights, described, gradient_norm, without_ddp
 from lowtide.pipeline.live_chunks import read_by_then
 from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 from lowtide.pipeline.torch_stage import (
@@ -104,7 +105,8 @@ class Pipeline:
         """
         self.rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self.group = group
-        self.stages = dict(stages)
+        self.stages, self.replicas = without_ddp(stages)
+        """Of stages that had DistributedDataParallel around them: that."""
         self.device = torch.device("cpu")
         """Of the stages."""
         self.loss = loss
@@ -121,7 +123,7 @@ class Pipeline:
             self.schedule = checked(schedule, num_ranks)
             check_stages(self.schedule, self.rank, self.stages, loss)
             self.device = device_of(nn.ModuleList(self.stages.values()))
-            check_parallel(self.stages, takes_turns=run_pair is not one_after_the_other)
+            check_parallel(self.stages, self.replicas, takes_turns=run_pair is not one_after_the_other)
             if weight_gradients is not None and weight_gradients.most_kept is not None:
                 _check_kept(weight_gradients, run_pair)
             named = named_weights(self.stages, loss, self.schedule.num_stages - 1)
@@ -363,6 +365,9 @@ class _Walk:
         if weights is not None:
             weights.finish()
         self._refuse_written_buffers()
+        for stage, replicated in sorted(self._pipeline.replicas.items()):
+            with self._gradients.of_stage(stage):
+                average_over_replicas(replicated)
         self._pipeline.tied.exchange(self._gradients, self._transport)
         if self._transport is not None:
             self._transport.finish()

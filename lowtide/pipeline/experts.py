@@ -234,6 +234,21 @@ def _sum_over(parameters: Sequence[nn.Parameter], group: Any) -> None:
             gradient.copy_(summed.view_as(gradient))
 
 
+def average_over_replicas(replicated: nn.parallel.DistributedDataParallel) -> None:
+    """Each gradient becomes the mean over the replicas: divided first, as DistributedDataParallel does."""
+    trained = trained_by(replicated)
+    for parameter in trained:
+        if parameter.grad is not None:
+            parameter.grad.div_(dist.get_world_size(replicated.process_group))
+    _sum_over(trained, replicated.process_group)
+
+
+def trained_by(replicated: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
+    """Whose gradients it averages."""
+    ignored: set[str] = replicated.parameters_to_ignore
+    return [p for name, p in replicated.module.named_parameters() if p.requires_grad and name not in ignored]
+
+
 def averaging_bytes(parameters: Sequence[torch.Tensor]) -> int:
     """The most that `average_gradients` needs beside these parameters' gradients: the copy of one bucket."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.errors import ConfigError
 from lowtide.pipeline.schedule import Kind, Result
@@ -52,10 +53,16 @@ Tie = tuple[Place, ...]
 """The places of one weight or buffer, in the order of the stages, one in each."""
 
 
+def without_ddp(stages: Mapping[int, Any]) -> tuple[dict[int, Any], dict[int, DistributedDataParallel]]:
+    """The modules of stages, and what was around some: a pipeline adds gradients of replicas up once a step, itself."""
+    replicas = {number: each for number, each in stages.items() if isinstance(each, DistributedDataParallel)}
+    return {number: each.module if number in replicas else each for number, each in stages.items()}, replicas
+
+
 def find_ties(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
     """The weights and buffers that several stages have. `stages`: all those of a model, in order."""
     places: dict[torch.Tensor, list[Place]] = defaultdict(list)
-    for number, stage in enumerate(stages):
+    for number, stage in without_ddp(dict(enumerate(stages)))[0].items():
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             places[tensor].append(Place(number, name))
     return tuple(tuple(every) for every in places.values() if len(every) > 1)

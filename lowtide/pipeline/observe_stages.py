@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,8 +142,10 @@ def _observe_stage(
     is_last = stage == pipeline.schedule.num_stages - 1
     of_loss: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     """Weights that only the loss knows, and their gradients, which the observed step must not change."""
+    recorders: list[StepRecorder] = []
 
     def use(call: Callable[[], Any]) -> Any:
+        recorders.extend(filter(None, [_recorder()]))
         start = next_sequence_number()
         made = call()
         output.num_nodes = next_sequence_number() - start
@@ -170,7 +172,18 @@ def _observe_stage(
         profile = observe_call(pipeline.stages[stage], *given, None, use=use)
     for weight, gradient in of_loss:
         weight.grad = gradient
+    profile = without_gathered(profile, recorders[-1].gathered) if recorders else profile
     return kept_outside(profile, output.num_nodes), tuple(watch.exchanges)
+
+
+def without_gathered(profile: Profile, spans: Iterable[tuple[int, int, int]]) -> Profile:
+    """The same step, in which weights that FSDP2 gathers do not count: in a pipeline they stay for the step. `spans`:
+    when each was there (operators), and its bytes."""
+    op_bytes = list(profile.op_bytes)
+    for first, end, nbytes in spans:
+        for op in range(first, end):
+            op_bytes[op] -= nbytes
+    return dataclasses.replace(profile, op_bytes=tuple(op_bytes))
 
 
 def _refuse_idle(stage: int, made: Tensors) -> None:

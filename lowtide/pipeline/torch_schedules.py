@@ -50,15 +50,17 @@ def attach(
     tied: Sequence[Tie] | None = None,
     engine: Any = None,
     say: Callable[[str], None] | None = None,
+    together: Any = None,
 ) -> AttachedSchedule:
     """On all ranks, before the first step of `schedule` (torch's Schedule1F1B, ScheduleZBVZeroBubble, ...).
 
     memory: rules for each stage, as for `lowtide.apply`, or a section with a budget. budget: bytes on the device of
     each rank, for all its stages. optimizer: that of all parameters of the rank, whose state counts. run_pair, tied: as
-    for `Pipeline`. Undone by `remove()`. Raises ConfigError on all ranks for a mistake on any.
+    for `Pipeline`. together: as for `fit_stages`. Undone by `remove()`. Raises ConfigError on all ranks for a mistake
+    on any.
     """
     stages = schedule_stages(schedule)
-    together = Together("attach", stages[0].group_rank, stages[0].group)
+    ranks = Together("attach", stages[0].group_rank, stages[0].group)
 
     def read() -> tuple[MemoryConfig | None, Schedule]:
         config = None if memory is None else load_memory(memory)
@@ -66,7 +68,7 @@ def attach(
             config = merged_config(memory, budget)
         return config, _rows_of(schedule, has_pairs=run_pair is not one_after_the_other)
 
-    config, rows = together.all_do("its settings", read)
+    config, rows = ranks.all_do("its settings", read)
     pipeline = Pipeline(
         rows,
         {stage.stage_index: stage.submod for stage in stages},
@@ -78,13 +80,14 @@ def attach(
         optimizer=optimizer,
     )
     if config is not None and config.has_budget:
-        how = {"memory": config, "optimizer": optimizer, "engine": engine, "say": say}
+        how = {"memory": config, "optimizer": optimizer, "engine": engine, "say": say, "together": together}
         return AttachedSchedule(schedule, pipeline, [], how)
     tides: list[Tide] = []
     try:
         if config is not None:
             how = {"engine": engine, "group": ALONE}
-            together.all_do("its rules", lambda: tides.extend(apply(each.submod, config, **how) for each in stages))
+            own = pipeline.stages.values()
+            ranks.all_do("its rules", lambda: tides.extend(apply(each, config, **how) for each in own))
     except BaseException:
         for tide in tides:
             tide.remove()
@@ -174,7 +177,9 @@ class AttachedSchedule:
         outputs: list[Any] = []
         hook = None
         if last.is_last and returns_outputs:
-            hook = last.submod.register_forward_hook(lambda module, given, output: outputs.append(output))
+            hook = self.pipeline.stages[last.stage_index].register_forward_hook(
+                lambda module, given, output: outputs.append(output)
+            )
         try:
             divide_by = schedule_micro_batches(self._schedule) if self._schedule.scale_grads else 1
             found = self.pipeline.step(inputs, targets, divide_by=divide_by, keywords=keywords)

@@ -82,6 +82,12 @@ class StepRecorder(Recorder):
         """Operators that have run; also the index of the next."""
         return self.state.ops.count
 
+    @property
+    def gathered(self) -> list[tuple[int, int, int]]:
+        """Of a step that is over: when each parameter that FSDP2 gathers was there (first operator, end), and its
+        bytes."""
+        return [span for entry in self.state.storages.gathered for span in entry.spans]
+
     @contextlib.contextmanager
     def following(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
         """Know which module runs, and what goes into and comes out of it."""
@@ -250,7 +256,7 @@ class StepRecorder(Recorder):
             gradients={record.index for record in made if record is not None and record.kind == "made"},
             hidden=[record for record in self._hidden if record.index not in storages.off_device],
             spans=spans,
-            gathered=[span for entry in storages.gathered for span in entry.spans],
+            gathered=self.gathered,
         )
 
 

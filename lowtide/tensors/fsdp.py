@@ -39,6 +39,7 @@ from lowtide.tensors.private import (
     gathered_parameter,
     gradient_hooks,
     is_fsdp_root,
+    reduce_dtype,
 )
 
 
@@ -87,6 +88,23 @@ def _parameters(model: nn.Module) -> list[Any]:
     """What FSDP2 keeps for each parameter of `model`."""
     groups = [group for module in fsdp_modules(model) for group in _known(fsdp_groups, module)]
     return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def whole_bytes(model: nn.Module) -> tuple[int, int]:
+    """Of all that FSDP2 shards in `model`: the bytes of its weights once they are gathered, and how many more those of
+    their gradients are before these are reduced. Collective: gathers each module."""
+    weights, gradients = 0, 0
+    for module in fsdp_modules(model):
+        module.unshard()
+        for group in _known(fsdp_groups, module):
+            for parameter in group.fsdp_params:
+                whole, shard = local_part(parameter.unsharded_param), local_part(parameter.sharded_param)
+                weights += whole.untyped_storage().nbytes()
+                if whole.requires_grad:
+                    itemsize = (reduce_dtype(group) or whole.dtype).itemsize
+                    gradients += max(0, whole.numel() * itemsize - shard.untyped_storage().nbytes())
+        module.reshard()
+    return weights, gradients
 
 
 def is_gathered_of(gathered: torch.Tensor, shard: torch.Tensor) -> bool:

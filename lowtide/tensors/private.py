@@ -619,6 +619,12 @@ def fsdp_groups(module: Any) -> list[Any]:
     return [] if group is None else [group]
 
 
+def reduce_dtype(group: Any) -> torch.dtype | None:
+    """The type in which the gradients of one of `fsdp_groups` wait and are reduced; None: that of its parameters."""
+    dtype: torch.dtype | None = group.mp_policy.reduce_dtype
+    return dtype
+
+
 FSDP_PARTIAL_SUM = "_partial_reduce_output"
 """Attribute of a group of `fsdp_groups`: gradients summed over some ranks, that wait for the others; or None."""
 
@@ -641,6 +647,11 @@ FSDP_RESHARDS = "_auto_reshard_after_forward"
 def gathered_parameter(parameter: Any) -> torch.Tensor | None:
     """The plain tensor that one parameter of a group is gathered into, once there is one."""
     return getattr(parameter, "_unsharded_param", None)
+
+
+def has_comm_hook(replicated: Any) -> bool:
+    """Whether somebody has DistributedDataParallel exchange gradients in another way (`register_comm_hook`)."""
+    return bool(replicated._comm_hooks)
 
 
 # -- torch's pipeline schedules ----------------------------------------------------------------------------------------

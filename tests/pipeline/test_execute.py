@@ -61,6 +61,16 @@ FOR_FOUR: dict[str, Job] = {
     "experts": ("with_experts", {"names": ["gpipe", "dualpipev", "zb_v", "1f1b"]}),
     "fully sharded": ("fully_sharded", {"names": ["interleaved", "dualpipev"]}),
     "sharded under torch": ("sharded_under_torch", {}),
+    "sharded budgets": (
+        "within_budgets",
+        {
+            "each": [
+                {"name": "1f1b", "reshards": True, "casts": True, "num_micro_batches": 4},
+                {"name": "zb_v", "reshards": False, "puts_off": True, "num_micro_batches": 4},
+                {"name": "1f1b", "reshards": "replicas", "num_micro_batches": 4},
+            ]
+        },
+    ),
 }
 ON_FOUR = [
     words
@@ -123,7 +133,7 @@ def test_ranks_that_do_not_fit_together_refuse_together(answers: dict[str, tuple
     told = answers["refused"]
     num_ranks = len(told)
     assert len({tuple(each) for each in told}) == 1
-    missing, no_loss, two_losses, schedules, smaller, no_module, replicated, sharded = told[0]
+    missing, no_loss, two_losses, schedules, smaller, no_module, replicated, hooked, sharded = told[0]
     last = 2 * num_ranks - 1
     assert missing == f"pipeline: 'dualpipev' has stages 0, {last} on this rank, and it was given 0 (rank 0)"
     assert no_loss == f"pipeline: this rank has the last stage, {last}, and no loss (rank 0)"
@@ -136,9 +146,12 @@ def test_ranks_that_do_not_fit_together_refuse_together(answers: dict[str, tuple
     assert smaller == f"pipeline: the schedule '1f1b' is for {num_ranks - 1} ranks, not {num_ranks} (rank 0)"
     assert no_module == "pipeline: stage 0 is a str, not a torch.nn.Module (rank 0)"
     assert replicated == (
-        "pipeline: stage 0 is in DistributedDataParallel, which exchanges the gradients of one micro-batch when its "
-        "backward ends, and here several are in flight; give the module inside, and sum gradients over the replicas "
-        "after each step (rank 0)"
+        "pipeline: '0' of stage 0 is in DistributedDataParallel, which exchanges the gradients of one micro-batch when "
+        "its backward ends, and here several are in flight; put it around the whole stage (rank 0)"
+    )
+    assert hooked == (
+        "pipeline: stage 0 is in DistributedDataParallel with a communication hook, and a pipeline sums gradients over "
+        "the replicas itself, once a step; leave the hook out (rank 0)"
     )
     assert sharded == (
         "pipeline: 'layers.0' of stage 0 is a module of FSDP2, which takes one forward or backward at a time: in a "
@@ -225,8 +238,23 @@ def test_what_a_stage_passes_on_may_change_with_its_weights_and_not_by_itself(
 
 
 @pytest.mark.parametrize("answers", ["four"], indirect=True)
-def test_stages_that_fsdp2_shards_have_the_mean_of_two_processes(answers: dict[str, tuple[Any, ...]]) -> None:
+def test_stages_that_are_sharded_or_replicated_have_the_mean_of_two_processes(
+    answers: dict[str, tuple[Any, ...]],
+) -> None:
     assert answers["fully sharded"] == ([],) * 4
+
+
+@pytest.mark.parametrize("answers", ["four"], indirect=True)
+def test_a_budget_counts_what_fsdp2_gathers_and_changes_no_bit(answers: dict[str, tuple[Any, ...]]) -> None:
+    """Of ranks whose stages FSDP2 shards: gathered weights and whole gradients stay for the step."""
+    for each in answers["sharded budgets"]:
+        for told in each:
+            assert told["different"] == []
+            assert max(told["peaks"]) <= told["promised"] <= told["budget"]
+            assert told["spilled"] == 0
+    for every in zip(*answers["sharded budgets"], strict=True):  # on some rank it would not hold without a plan
+        assert max(max(told["plain"]) for told in every) > every[0]["budget"]
+        assert max(told["swapped"] for told in every) > 0
 
 
 @pytest.mark.extended

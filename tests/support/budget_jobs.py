@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.budget import StagePlans, fit_stages
@@ -20,6 +23,7 @@ from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.weight_gradients import WeightGradients, linear
+from lowtide.tensors.fsdp import local_part
 from lowtide.tensors.live_bytes import LiveBytes
 from tests.pipeline import moe
 from tests.support.virtual_engine import virtual
@@ -77,7 +81,9 @@ class Rank:
 
     `experts`: blocks with experts, whose exchanges of rows pairs hide. "own": each rank has all of them. "shared": each
     rank is a pipeline, and the ranks share the experts. `inner`: of the blocks without experts. `casts`: all of a step
-    is under autocast. `puts_off`: the weight gradients of these blocks wait for W.
+    is under autocast. `puts_off`: the weight gradients of these blocks wait for W. `reshards`: there are two pipelines
+    side by side, whose stages FSDP2 shards, with this setting of `reshard_after_forward` (and `casts` is FSDP2's).
+    "replicas": they have DistributedDataParallel around them instead.
     """
 
     def __init__(
@@ -90,8 +96,10 @@ class Rank:
         inner: int = INNER,
         casts: bool = False,
         puts_off: bool = False,
+        reshards: bool | str | None = None,
     ) -> None:
         self.puts_off = puts_off
+        self.reshards = reshards
         self.inner = inner
         self.casts = casts
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -99,9 +107,13 @@ class Rank:
         self.is_sharing = experts == "shared"
         self.alone = [dist.new_group([each]) for each in range(num_ranks)][rank] if experts else None
         num = 1 if self.is_sharing else num_ranks
+        self.group, self.mesh, self.seed, self.rank = self.alone, None, rank, 0 if self.is_sharing else rank
+        if reshards is not None:
+            num, self.seed, self.rank = num_ranks // 2, rank % 2, rank // 2
+            self.group = [dist.new_group(range(which, num_ranks, 2)) for which in range(2)][self.seed]
+            pairs = [dist.new_group([2 * place, 2 * place + 1]) for place in range(num)]
+            self.mesh = DeviceMesh.from_group(pairs[self.rank], "cpu")
         self.schedule = make_schedule(name, num_ranks=num, num_micro_batches=num_micro_batches)
-        self.rank = 0 if self.is_sharing else rank
-        self.seed = rank
         self.begin()
 
     def _start(self, rows: Tensor, sent: Tensor, route: Route) -> Any:
@@ -122,30 +134,44 @@ class Rank:
         ]
         self.stages = {stage: every[stage] for stage in self.schedule.stages_of(self.rank)}
         self.own = nn.ModuleList(self.stages.values())
+        if self.reshards == "replicas":
+            around = functools.partial(nn.parallel.DistributedDataParallel, process_group=self.mesh.get_group())
+            self.stages = {number: around(stage) for number, stage in self.stages.items()}
+        elif self.mesh is not None:
+            types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if self.casts else {}
+            how = {
+                "mesh": self.mesh,
+                "reshard_after_forward": self.reshards,
+                "mp_policy": MixedPrecisionPolicy(**types),
+            }
+            for module in (*(layer for stage in self.own for layer in stage.layers), *self.own):
+                fully_shard(module, **how)
         self.optimizer = torch.optim.AdamW(self.own.parameters(), lr=1e-3)
         self.has_loss = number - 1 in self.stages
         more: dict[str, Any] = {"run_pair": Overlap(start=self._start).run_pair} if self.experts else {}
-        if self.is_sharing:
-            more["group"] = self.alone
+        if self.group is not None and (self.is_sharing or self.mesh is not None):
+            more |= {"group": self.group, "tied": ()}
         if self.puts_off:
             more["weight_gradients"] = WeightGradients()
         self.pipeline = Pipeline(self.schedule, self.stages, loss=loss_of if self.has_loss else None, **more)
         torch.manual_seed(1 + self.seed)
 
     def batch(self, step: int) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        tokens = batch_of(step + 10 * self.seed * self.is_sharing, self.schedule.num_micro_batches)
+        tokens = batch_of(
+            step + 10 * self.seed * (self.is_sharing or self.mesh is not None), self.schedule.num_micro_batches
+        )
         return tokens if 0 in self.stages else None, tokens if self.has_loss else None
 
     def fit(self, budget: int, **memory: Any) -> StagePlans:
         section = {"budget": budget, "min_bytes": 0, **memory}
         how: dict[str, Any] = {"optimizer": self.optimizer, "engine": virtual(self.seed)}
-        if self.is_sharing:
+        if self.is_sharing or self.mesh is not None:
             how["together"] = dist.group.WORLD
         with self._casting():
             return fit_stages(self.pipeline, *self.batch(0), memory=section, **how)
 
     def _casting(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.casts)
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.casts and self.mesh is None)
 
     @contextlib.contextmanager
     def coming_late(self, seconds: float) -> Iterator[None]:
@@ -174,7 +200,7 @@ class Rank:
             with live if plans is None else plans.audit() as counted, self._casting():
                 counted.add_all(tensor for tokens in batch for tensor in tokens or ())
                 losses = self.pipeline.step(*batch)
-                found = [*losses, *(parameter.grad for parameter in self.own.parameters())]
+                found = [*losses, *(local_part(p.grad) for p in self.own.parameters())]
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             bits.append(found)
@@ -261,7 +287,7 @@ def kept(
             for slow in range(dist.get_world_size()):
                 with it.coming_late(0.003 * (slow == rank)):
                     peaks += it.train(1, plans)[1]
-            assert it.experts or len(set(peaks[1:])) == 1, peaks
+            assert it.experts or it.mesh or len(set(peaks[1:])) == 1, peaks
             found.append((plans.found.peak_bytes, max(peaks)))
     return found
 

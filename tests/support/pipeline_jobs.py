@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
@@ -30,8 +31,9 @@ from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.schedule import Kind, Result, Schedule
 from lowtide.pipeline.weight_gradients import WeightGradients, linear
+from lowtide.tensors.fsdp import whole_of
 from lowtide.tensors.ranks import ALONE
-from tests.support import staged_models
+from tests.support import budget_jobs, staged_models
 from tests.support.staged_models import LENGTHS, MANY, NUM_PIECES, Stage
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
@@ -207,9 +209,14 @@ def refused(rank: int) -> list[str]:
     alone = [dist.new_group([number]) for number in range(num_ranks)][rank]
     parallel = nn.parallel.DistributedDataParallel
     replicas = {stage: parallel(module, process_group=alone) for stage, module in stages.items()}
-    with pytest.raises(ConfigError) as caught:
-        Pipeline(good, replicas, loss=loss)
-    told.append(str(caught.value))
+    inside = {stage: nn.Sequential(replica) for stage, replica in replicas.items()}
+    hooked = {stage: parallel(module, process_group=alone) for stage, module in stages.items()}
+    for replica in hooked.values():
+        replica.register_comm_hook(None, allreduce_hook)
+    for given in (inside, hooked):
+        with pytest.raises(ConfigError) as caught:
+            Pipeline(good, given, loss=loss)
+        told.append(str(caught.value))
     mesh = DeviceMesh.from_group(alone, "cpu")
     for stage in stages.values():
         fully_shard(stage.layers[0], mesh=mesh)
@@ -424,10 +431,12 @@ def _names(schedule: Schedule, stages: dict[int, Stage]) -> list[tuple[int, str]
 
 
 def fully_sharded(rank: int, names: list[str]) -> list[str]:
-    """What differs from the mean of two processes in two pipelines of two ranks whose stages FSDP2 shards."""
+    """What differs from the mean of two processes in two pipelines of two ranks whose stages FSDP2 shards, or have
+    DistributedDataParallel around them."""
     pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     which, place = rank % 2, rank // 2
-    mesh = DeviceMesh.from_group([dist.new_group(pair) for pair in ([0, 1], [2, 3])][place], "cpu")
+    group = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][place]
+    mesh = DeviceMesh.from_group(group, "cpu")
     tokens = [staged_models.batches(replica) for replica in range(2)]
     different = []
     gradients, losses = [], []
@@ -438,17 +447,21 @@ def fully_sharded(rank: int, names: list[str]) -> list[str]:
             loss.backward()
         gradients.append([[p.grad for p in layer.parameters()] for layer in model.layers])
     # Whether weights stay gathered is FSDP2's, so each schedule has one of the two, and the last one both.
-    each = [(name, number % 2 == 0) for number, name in enumerate([*names, names[-1]])]
-    for name, reshards in each:
+    each: list[tuple[str, bool | None]] = [(name, number % 2 == 0) for number, name in enumerate([*names, names[-1]])]
+    for name, reshards in (*each, *((name, None) for name in names)):
         schedule = make_schedule(name, num_ranks=2, num_micro_batches=MANY)
         every = staged_models.cut(staged_models.pieces(), schedule.num_stages)
         stages = {number: every[number] for number in schedule.stages_of(place)}
-        for stage in stages.values():
+        around: dict[int, Any] = dict(stages)
+        for number, stage in stages.items():
+            if reshards is None:
+                around[number] = nn.parallel.DistributedDataParallel(stage, process_group=group)
+                continue
             for layer in stage.layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
             fully_shard(stage, mesh=mesh, reshard_after_forward=reshards)
         weights = WeightGradients() if name in ("zb_v", "dualpipev") else None
-        pipeline = _pipeline(schedule, stages, group=pipelines[which], weight_gradients=weights, tied=())
+        pipeline = _pipeline(schedule, around, group=pipelines[which], weight_gradients=weights, tied=())
         given = (tokens[which] if 0 in stages else None, tokens[which] if pipeline.loss is not None else None)
         for _ in range(2):
             nn.ModuleList(stages.values()).zero_grad()
@@ -466,11 +479,16 @@ def fully_sharded(rank: int, names: list[str]) -> list[str]:
                     layer.named_parameters(), *(g[piece] for g in gradients), strict=True
                 ):
                     wanted = (both[0] + both[1]) / 2 / MANY
-                    if not same_bits(parameter.grad.full_tensor(), wanted):
+                    if not same_bits(whole_of(parameter.grad), wanted):
                         different.append(f"{name}: {piece} {where}")
             first += len(stage.layers)
         pipeline.close()
     return different
+
+
+def within_budgets(rank: int, each: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of two pipelines of two ranks whose stages FSDP2 shards: what differs, and what was needed."""
+    return [budget_jobs.budgets(rank, name=how.pop("name"), share=0.75, is_of_plain=True, about=how) for how in each]
 
 
 class Plain(nn.Module):
@@ -510,8 +528,10 @@ def sharded_under_torch(rank: int) -> dict[tuple[bool, bool], list[str]]:
             fully_shard(stage, mesh=mesh, reshard_after_forward=reshards)
             stages.append(PipelineStage(stage, number, 4, torch.device("cpu"), group=pipelines[which]))
         schedule = ScheduleZBVZeroBubble(stages, num_micro_batches, loss_fn=nn.functional.mse_loss)
-        attached = attach(schedule, tied=()) if is_attached else None
-        schedule.step(*((inputs,) if place == 0 else ()), target=targets if place == 0 else None)
+        budget: Any = {"budget": 2**40, "together": dist.group.WORLD} if reshards else {}
+        attached = attach(schedule, tied=(), engine=virtual(rank), **budget) if is_attached else None
+        how: dict[str, Any] = {"target": targets if place == 0 else None, "return_outputs": False}
+        schedule.step(*((inputs,) if place == 0 else ()), **how)
         found[is_attached, reshards] = [
             f"{number}: {name}"
             for number, stage in zip(own, stages, strict=True)

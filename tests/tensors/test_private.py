@@ -819,6 +819,16 @@ def test_the_store_of_a_process_group() -> None:
     assert store.get("key") == b"value"
 
 
+@pytest.mark.usefixtures("alone")
+def test_whether_replicas_exchange_gradients_in_another_way() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    replicated = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    assert not private.has_comm_hook(replicated)
+    replicated.register_comm_hook(None, allreduce_hook)
+    assert private.has_comm_hook(replicated)
+
+
 def test_there_is_no_store_before_a_process_group() -> None:
     with pytest.raises(ValueError, match="process group"):
         private.default_store()
@@ -913,7 +923,7 @@ def test_what_runs_a_schedule_of_torchs_in_another_way_reads() -> None:
 @pytest.mark.usefixtures("alone")
 def test_what_fsdp_keeps() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU())
     mesh = init_device_mesh("cpu", (1,))
@@ -942,6 +952,10 @@ def test_what_fsdp_keeps() -> None:
     assert [len(private.fsdp_groups(module)) for module in (model, model[0], model[2])] == [1, 1, 0]
     group = private.fsdp_groups(model[0])[0]
     assert getattr(group, private.FSDP_PARTIAL_SUM) is None
+    assert private.reduce_dtype(group) is None
+    half = nn.Linear(2, 2)
+    fully_shard(half, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    assert [private.reduce_dtype(each) for each in private.fsdp_groups(half)] == [torch.float64]
     assert hasattr(group, "post_forward_mesh_info")
     gathered = [private.gathered_parameter(parameter) for parameter in group.fsdp_params]
     assert [tensor.size() for tensor in gathered if tensor is not None] == [(2, 2), (2,)]
