@@ -112,6 +112,8 @@ class MemoryConfig:
     rows: int | None = None
     """The layers, and with them head and loss, in blocks of so many rows: all but attention itself (loss/layers.py).
     The gradients of all weights are then the sums of the blocks'."""
+    row_wise: tuple[str, ...] = ()
+    """Patterns of modules whose rows do not talk to each other. These are taken in blocks of `rows`, not the layers."""
     min_bytes: ByteSize | None = None
     """Storages smaller than this are kept. Absent: 1 MiB, or less where a budget meets a model whose activations are
     smaller (planner/problem.py); rules that move nothing for it are named."""
@@ -150,6 +152,8 @@ class MemoryConfig:
             raise FieldError("strict", "true needs a budget to plan for; write e.g. budget: 20GiB")
         if self.rows is not None and self.rows < 2:
             raise FieldError("rows", f"must be 2 or more, not {self.rows}; write e.g. rows: 16384")
+        if self.row_wise and self.rows is None:
+            raise FieldError("row_wise", "needs the number of rows of a block; write e.g. rows: 16384")
         if self.layers == ():
             raise FieldError("layers", "names no layer; remove it to have the layers found, or list their names")
 
@@ -192,7 +196,7 @@ class MemoryConfig:
     @property
     def slices_loss(self) -> dict[str, Any]:
         """`may`: whether the loss is to be sliced where the model's can be. `must`: it is a mistake where it cannot.
-        `rows`: of the blocks of head and loss. `layer_rows`: of those of layers."""
+        `rows`: of the blocks of head and loss. `layer_rows`: of those of layers, or of what `row_wise` names."""
         rows = self.loss.rows if isinstance(self.loss, BlocksOfRows) else self.rows if self.loss is None else None
         may = rows is not None or self.loss in ("auto", "sliced") or (self.loss is None and self.has_budget)
         return {
@@ -200,6 +204,7 @@ class MemoryConfig:
             "must": isinstance(self.loss, BlocksOfRows) or self.loss == "sliced",
             "rows": rows,
             "layer_rows": self.rows,
+            "row_wise": self.row_wise,
         }
 
     def rules(self) -> Rules:

@@ -36,7 +36,7 @@ from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
 
 SCHEMA = 2
-_LEFT_OUT = ("loss_rows", "layer_rows", "weights", "audited_peak_bytes")
+_LEFT_OUT = ("loss_rows", "layer_rows", "row_wise", "weights", "audited_peak_bytes")
 """Where there are none, the key is not in the file, and no activation has a key `codec`: as older versions wrote it."""
 _NOTICED = 0.0005
 """Share of the step below which a number is not worth a word."""
@@ -73,6 +73,8 @@ class Plan:
     """Of a block of head and loss (`memory.loss: {rows: ...}`), on which the bits depend; None: the head is whole."""
     layer_rows: int | None = None
     """Of a block of a layer (`memory.rows`), likewise."""
+    row_wise: tuple[str, ...] = ()
+    """Patterns of the modules that are taken in such blocks in place of layers."""
     budget_bytes: int | None = None
     predicted: Prediction | None = None
     account: tuple[AccountLine, ...] = ()
@@ -125,14 +127,14 @@ class Plan:
         text = json.dumps(agreed, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def _rows(self) -> dict[str, int]:
-        rows = {"loss_rows": self.loss_rows, "layer_rows": self.layer_rows}
-        return {key: number for key, number in rows.items() if number is not None}
+    def _rows(self) -> dict[str, Any]:
+        rows = {"loss_rows": self.loss_rows, "layer_rows": self.layer_rows, "row_wise": self.row_wise}
+        return {key: value for key, value in rows.items() if value}
 
     def to_json(self) -> str:
         """JSON text with two-space indentation and a fixed order of keys; `Plan.from_json` gives back an equal plan."""
         fields = dataclasses.asdict(self) | {"rules": self.rules.to_plain()}
-        written = {key: value for key, value in fields.items() if value is not None or key not in _LEFT_OUT}
+        written = {key: value for key, value in fields.items() if value not in (None, ()) or key not in _LEFT_OUT}
         for site in written["sites"]:
             if site["codec"] is None:
                 del site["codec"]
@@ -228,7 +230,8 @@ def _lines_about_rows(plan: Plan) -> Iterator[str]:
     elif plan.loss != "plain":
         yield _LOSS
     if plan.layer_rows is not None:
-        yield f"layers: in blocks of {plan.layer_rows} rows but for attention, {_DECLARED}"
+        names = ", ".join(plan.row_wise) or "layers"
+        yield f"{names}: in blocks of {plan.layer_rows} rows but for attention, {_DECLARED}"
 
 
 def _check_line(plan: Plan) -> str:

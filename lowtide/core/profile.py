@@ -183,6 +183,8 @@ class Profile:
     """Of a block of head and loss, where that was asked for."""
     layer_rows: int | None = None
     """Of a block of a layer, likewise."""
+    row_wise: tuple[str, ...] = ()
+    """Patterns of the modules that were taken in such blocks in place of layers."""
     layer_weights: tuple[int, ...] = ()
     """Parallel to `layers`: bytes of the weights of each that can be elsewhere until its turn. Empty: not known."""
 

@@ -312,12 +312,13 @@ def attach_where(
     must: bool,
     rows: int | None = None,
     layer_rows: int | None = None,
+    row_wise: tuple[str, ...] = (),
 ) -> AttachedLoss:
     """The loss in slices, or with `rows` in blocks, if it may be and can be; `must`: raises `ConfigError` where it
-    cannot be. `layer_rows`: layers in blocks. What is in force already stays as it is."""
+    cannot be. `layer_rows`: layers in blocks, or what `row_wise` names. What is in force already stays as it is."""
     with AttachedLoss() as attached:
-        if layer_rows is not None and layer_rows_of(model) is None:
-            attached.callback(take_layers_in_blocks(model, layer_rows))
+        if layer_rows is not None and layer_rows_of(model)[0] is None:
+            attached.callback(take_layers_in_blocks(model, layer_rows, row_wise))
         loss = None
         if may and _sliced_loss_of(model) is None and (must or not why_not(model)):
             loss = attached.enter_context(attach(model, rows)).loss

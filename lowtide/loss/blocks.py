@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lowtide.loss.cross_entropy import slices
-from lowtide.tensors.private import FakeTensor, top_saved_tensors_hooks
+from lowtide.tensors.kinds import tensors_in
+from lowtide.tensors.private import FakeTensor, TorchDispatchMode, schema_of, top_saved_tensors_hooks
 
 REPEAT = "planning_repeat"
 """An operator of traces: what runs from here on stands for so many times as much."""
@@ -97,7 +98,7 @@ class _InDeclaredBlocks(torch.autograd.Function):
             again[part] = _numbers_of_rows(made)
             wanted = [each for each in (*given, *leaves) if each.requires_grad]
             pairs = [(each, of[part]) for each, of in zip(made, of_results, strict=True) if each.requires_grad]
-            roots, of_roots = zip(*pairs, strict=True)
+            roots, of_roots = zip(*pairs, strict=True) if pairs else ((), ())
             gradients = list(torch.autograd.grad(roots, wanted, of_roots, allow_unused=True))
             del given, leaves, made, wanted, pairs, roots, of_roots
             for whole in of_inputs:
@@ -131,9 +132,69 @@ def _leaf(tensor: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
 
 def _numbers_of_rows(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """A whole number for each row, in which all bits of its results are."""
-    values = [each.detach().flatten(1) for each in results]
+    values = [each.detach().reshape(len(each), -1) for each in results]
     sums = [each.view(_AS_INTEGERS[each.element_size()]).sum(1, dtype=torch.int64) for each in values]
     return torch.stack(sums).sum(0)
+
+
+class RowsApart(TorchDispatchMode):
+    """Raises what `refusal` makes of a reason where an operator lets rows talk to each other, as far as shapes show it.
+
+    Rows are so many as nothing else is: a prime number. So a dimension of rows is known by its size. Each operator must
+    give one such dimension where it is given one, and not work along it. What keeps all sizes and mixes rows by numbers
+    (an index, a reshape that cuts elsewhere) only a run of real tensors shows."""
+
+    num_rows = 10_007
+
+    def __init__(self, refusal: Callable[[str], Exception]) -> None:
+        super().__init__()
+        self._refusal = refusal
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        given = {argument.name: argument.default_value for argument in schema_of(op).arguments}
+        given |= {**dict(zip(given, args, strict=False)), **kwargs}
+        reason = self._why_not(op, given, tensors_in(result))
+        if reason:
+            raise self._refusal(f"{reason} ({op})")
+        return result
+
+    def _why_not(self, op: Any, given: dict[str, Any], results: list[torch.Tensor]) -> str:
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            return "it draws random numbers"
+        rows_of_results = [self._rows_in(each) for each in results if each.numel()]
+        if not any(self._rows_in(each) for each in tensors_in(given)):
+            begins = any(rows_of_results) and str(op).startswith(_PLACES)
+            return "what it gives for a row depends on its place in what it is given" if begins else ""
+        first = next((value for value in given.values() if isinstance(value, torch.Tensor)), None)
+        along = [] if first is None else [dim in self._rows_in(first) for dim in _dims_of(op, given, first)]
+        is_mixed = any(along) or any(len(rows) != 1 for rows in rows_of_results)
+        return "what it gives for a row depends on other rows" if is_mixed else ""
+
+    def _rows_in(self, tensor: torch.Tensor) -> list[int]:
+        return [dim for dim, size in enumerate(tensor.shape) if size and size % self.num_rows == 0]
+
+
+_PLACES = ("aten.arange", "aten.slice", "aten.linspace", "aten.tril_indices", "aten.eye")
+_BY_PLACE = ("conv", "pool", "_norm", "upsample", "pad", "grid")
+"""Parts of the names of operators that work on all dimensions but the first."""
+
+
+def _dims_of(op: Any, given: dict[str, Any], tensor: torch.Tensor) -> Iterable[int]:
+    """The dimensions of its first tensor along which an operator works, as its schema and its name say it."""
+    if op.is_view:
+        return ()
+    if "normalized_shape" in given:
+        return range(tensor.ndim - len(given["normalized_shape"]), tensor.ndim)
+    if any(part in str(op) for part in _BY_PLACE):
+        return range(1, tensor.ndim)
+    dims = given.get("dim", given.get("dims", ()))
+    if isinstance(dims, int):
+        dims = (dims,)
+    elif not dims and "dims" in given:  # all
+        dims = range(tensor.ndim)
+    return [dim % max(1, tensor.ndim) for dim in dims or ()]
 
 
 def _unwatched() -> contextlib.AbstractContextManager[Any]:

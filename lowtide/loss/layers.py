@@ -34,7 +34,8 @@ import contextlib
 import math
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,14 +43,27 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lowtide.core.rules import Pattern
 from lowtide.errors import ConfigError
-from lowtide.loss.blocks import RowWise, name_at_once
-from lowtide.tensors.kinds import CACHE_NAMES, num_cached
-from lowtide.tensors.private import FakeTensor, base_of, has_forward_hooks, tree_leaves, tree_map_only
+from lowtide.loss.blocks import RowsApart, RowWise, name_at_once
+from lowtide.tensors.compiled import has_compiled
+from lowtide.tensors.kinds import CACHE_NAMES, num_cached, tensors_in
+from lowtide.tensors.private import (
+    FakeTensor,
+    are_transforms_active,
+    base_of,
+    disable_current_modes,
+    has_hooks,
+    is_forward_mode,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+)
+from lowtide.tensors.snapshot import take
 from lowtide.tensors.view import same_bytes
 from lowtide.tensors.wrappers import is_distributed
 
-_FIX = "leave memory.rows out"
+_FIX = "leave memory.rows out, or name what it may take with memory.row_wise"
 _WHAT = "a layer in blocks"
 _NUM_TRIED = 8
 _ROUNDINGS = 32
@@ -63,10 +77,11 @@ _PLAIN = (bool, int, float, str, type(None))
 _SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 
 
-def take_layers_in_blocks(model: nn.Module, rows: int) -> Callable[[], None]:
-    """Take the layers of a model, and norms beside them, in blocks of `rows`, until what is returned is called. Raises
-    `ConfigError` where there is none, and for layers that are known not to be functions of rows."""
-    layers = _layers_of(model)
+def take_layers_in_blocks(model: nn.Module, rows: int, row_wise: Sequence[str] = ()) -> Callable[[], None]:
+    """Take the modules that `row_wise` names by patterns in blocks of `rows`, until what is returned is called; without
+    patterns the layers of the model, and norms beside them. Raises `ConfigError` where there is none, and for modules
+    that are known not to be functions of rows."""
+    layers = _named(model, row_wise) if row_wise else _layers_of(model)
     if not layers:
         raise ConfigError(
             f"memory.rows: {type(model).__name__} has no layers in a torch.nn.ModuleList, which could be taken in "
@@ -76,7 +91,7 @@ def take_layers_in_blocks(model: nn.Module, rows: int) -> Callable[[], None]:
         if reason := _why_not(layer):
             raise _refusal(name, reason)
     for name, layer in layers.items():
-        layer.forward = _LayerInBlocks(name, layer, rows)
+        layer.forward = _LayerInBlocks(name, layer, rows, tuple(row_wise))
 
     def put_back() -> None:
         for layer in layers.values():
@@ -86,10 +101,23 @@ def take_layers_in_blocks(model: nn.Module, rows: int) -> Callable[[], None]:
     return put_back
 
 
-def layer_rows_of(model: nn.Module) -> int | None:
-    """The rows of a block of a layer, where they are in force."""
+def layer_rows_of(model: nn.Module) -> tuple[int | None, tuple[str, ...]]:
+    """The rows of a block of a layer, where they are in force, and the patterns that name such modules."""
     forwards = (vars(module).get("forward") for module in model.modules())
-    return next((forward.rows for forward in forwards if isinstance(forward, _LayerInBlocks)), None)
+    found = next((forward for forward in forwards if isinstance(forward, _LayerInBlocks)), None)
+    return (None, ()) if found is None else (found.rows, found.row_wise)
+
+
+def _named(model: nn.Module, row_wise: Sequence[str]) -> dict[str, Any]:
+    """The outermost modules that a pattern names, by name."""
+    found: dict[str, Any] = {}
+    for text in row_wise:
+        pattern = Pattern.parse(text, where="memory.row_wise")
+        matching = {name: each for name, each in model.named_modules() if name and pattern.matches(name, is_site=False)}
+        if not matching:
+            raise ConfigError(f"memory.row_wise: '{text}' is no module of {type(model).__name__}")
+        found |= {name: each for name, each in matching.items() if type(each).forward is not nn.Module.forward}
+    return {name: each for name, each in found.items() if not any(name.startswith(f"{other}.") for other in found)}
 
 
 def _layers_of(model: nn.Module) -> dict[str, Any]:
@@ -114,7 +142,9 @@ def _why_not(layer: Any) -> str:
         return "its weights are spread over ranks"
     if any(hasattr(part, "experts") for part in layer.modules()):
         return "it routes tokens to experts"
-    if any(has_forward_hooks(part) for part in layer.modules() if part is not layer):
+    if has_compiled(layer):
+        return "a part of it is compiled"
+    if any(has_hooks(part) for part in layer.modules() if part is not layer):
         return "there are hooks on its parts, which would see blocks"
     return ""
 
@@ -126,48 +156,53 @@ def _refusal(name: str, reason: str) -> ConfigError:
 class _LayerInBlocks:
     """The forward of one layer."""
 
-    def __init__(self, name: str, layer: Any, rows: int) -> None:
+    def __init__(self, name: str, layer: Any, rows: int, row_wise: tuple[str, ...]) -> None:
         self.rows = rows
+        self.row_wise = row_wise
         self._name = name
         self._layer = layer
         self._body = _Body(layer)
-        self._is_tried = False
+        self._tried: set[tuple[Any, ...]] = set()
+        """Which of its parts were in training, and what they were given beside tensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs.get("hidden_states")
+        x = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
         is_one_block = isinstance(x, torch.Tensor) and math.prod(x.shape[:-1]) <= self.rows
         if is_one_block or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return type(self._layer).forward(self._layer, *args, **kwargs)
         if getattr(self._layer, "gradient_checkpointing", False) and self._layer.training:
             # Of transformers' layers the class's own forward is the checkpoint, and would hold each block.
             raise _refusal(self._name, "transformers checkpoints it (call model.gradient_checkpointing_disable())")
-        if not isinstance(x, torch.Tensor) or is_distributed(x):
-            raise _refusal(self._name, "its first argument is no ordinary tensor")
+        if not isinstance(x, torch.Tensor) or is_distributed(x) or not x.is_floating_point():
+            raise _refusal(self._name, "its first argument is no ordinary tensor of floating-point numbers")
+        if are_transforms_active() or is_forward_mode():
+            raise _refusal(self._name, "torch.func and forward-mode derivatives are not covered")
         given = _Given(self._name, x, args, self._without_cache(kwargs))
-        hidden = x.reshape(-1, x.shape[-1])
-        before, after, _ = self._look(given, hidden)
+        before, after, _ = self._look(given)
         weights = dict(self._body.named_parameters())
-        first = [name for name, weight in weights.items() if id(weight) in before.read]
-        rest = [name for name, weight in weights.items() if id(weight) in after.read_after]
+        read = before.read | after.read_after
+        first = [name for name, weight in weights.items() if id(weight) in before.read or id(weight) not in read]
+        rest = [name for name, weight in weights.items() if id(weight) in after.read_after or id(weight) not in read]
 
         def run_first(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
-            parts = self._run(given, part, inputs[0], dict(zip(first, leaves, strict=True))).rows_given()
+            parts = self._run(given, part, inputs, dict(zip(first, leaves, strict=True))).rows_given()
             groups = zip(*(each.chunk(_num_groups(parts), 1) for each in parts), strict=True)
             return tuple(each for group in groups for each in group)
 
         def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
-            made = torch.cat(inputs[1:], 1) if len(inputs) > 1 else None
-            seam = self._run(given, part, inputs[0], dict(zip(rest, leaves, strict=True)), made)
-            return (_rows_of(self._name, seam.result, given.is_batched),)
+            heads = inputs[len(given.inputs) :]
+            made = torch.cat(heads, 1) if heads else None
+            return given.rows_of(self._run(given, part, inputs, dict(zip(rest, leaves, strict=True)), made).result)
 
-        inputs = [hidden]
+        inputs = list(given.inputs)
         if before.given is not None:
-            parts = list(RowWise(run_first, self.rows, 1, _WHAT, _FIX)(hidden, *(weights[name] for name in first)))
+            run = RowWise(run_first, self.rows, len(inputs), _WHAT, _FIX)
+            parts = list(run(*inputs, *(weights[name] for name in first)))
             while parts:  # what attention has read goes before the blocks after it run
                 inputs.append(_attend(given.lead, [parts.pop(0) for _ in range(3)], before.setting))
-        (out,) = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)(*inputs, *(weights[name] for name in rest))
-        whole = out.view(*given.lead, *out.shape[1:])
-        return whole if isinstance(after.result, torch.Tensor) else type(after.result)((whole, *after.result[1:]))
+        run = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)
+        wholes = iter(run(*inputs, *(weights[name] for name in rest)))
+        return tree_map_only(torch.Tensor, lambda _: _view_as(next(wholes), given.lead), after.result)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model, or a file of it, has its own forward: nobody would ever take a copied one off."""
@@ -186,47 +221,89 @@ class _LayerInBlocks:
         return {**kwargs, **dict.fromkeys(caches)}
 
     def _run(
-        self, given: _Given, part: slice, block: torch.Tensor, weights: dict[str, Any], made: torch.Tensor | None = None
+        self,
+        given: _Given,
+        part: slice,
+        blocks: list[torch.Tensor],
+        weights: dict[str, Any],
+        made: torch.Tensor | None = None,
     ) -> _Seam:
         """The layer's own forward on a block; up to attention, or with the rows that it has `made`."""
-        args, kwargs = given.of_block(part, block)
+        args, kwargs = given.of_block(part, blocks)
         if made is not None:
             made = made[None].transpose(1, 2)
-        with _Seam(self._name, made) as seam, contextlib.suppress(_StopError):
+        tensors = tensors_in((args, kwargs))
+        versions = [version_of(each) for each in tensors]
+        with _Seam(self._name, made, may_be_own=bool(self.row_wise)) as seam, contextlib.suppress(_StopError):
             seam.result = torch.func.functional_call(self._body, weights, args, kwargs)
+        if versions != [version_of(each) for each in tensors]:
+            raise _refusal(self._name, "it writes to what it is given")
         return seam
 
-    def _look(self, given: _Given, hidden: torch.Tensor) -> _Looked:
+    def _look(self, given: _Given) -> _Looked:
         """What the layer does with its first rows. Raises `ConfigError` where these talk to each other."""
-        num_rows = min(_NUM_TRIED, len(hidden))
-        first, hidden = slice(0, num_rows), hidden.detach()
-        rows = hidden[first]
-        kind = rows.device.type
-        cast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-        with torch.no_grad(), torch.autocast(kind, **cast, cache_enabled=False):
-            seen = self._look_at(given, rows, first)
-            if not seen[0].needing | seen[1].needing <= {id(weight) for weight in self._body.parameters()}:
-                raise _refusal(self._name, "it reads a tensor that needs a gradient and is none of its parameters")
-            if self._is_tried or isinstance(rows, FakeTensor):
-                return seen
-            for other, others in ((0, slice(1, None)), (num_rows - 1, slice(0, num_rows - 1))):
-                changed = rows.clone()
-                changed[other] = 1 - changed[other]
-                again = self._look_at(given, changed, first)
-                pairs = zip(seen[2], again[2], strict=True)
-                if not all(same_bytes(a[others], b[others]) for a, b in pairs):
-                    raise _refusal(self._name, "what it gives for a row depends on other rows")
-            block = slice(0, max(self.rows, num_rows))
-            last = slice(max(1, block.stop - num_rows), block.stop)
-            whole = self._look_at(given, hidden[block], block)
-            for part, alone in ((first, seen), (last, self._look_at(given, hidden[last], last))):
-                pairs = zip(whole[2], alone[2], strict=True)
-                if not all(_nearly(a[part], b) for a, b in pairs):
-                    raise _refusal(self._name, "what it gives for a row depends on the other rows of its block")
-        self._is_tried = True
+        device = given.inputs[0].device.type
+        cast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
+        kind = (*(part.training for part in self._layer.modules()), *given.beside)
+        is_new, is_fake = kind not in self._tried, isinstance(given.inputs[0], FakeTensor)
+        state = take(self._layer, code=True, process=False) if is_new and not is_fake else None
+        try:
+            with torch.no_grad(), torch.autocast(device, **cast, cache_enabled=False):  # type: ignore[arg-type]
+                seen = (self._trace_first if is_fake else self._run_first)(given, is_new)
+        except Exception as error:  # of whatever the module calls
+            if state is not None:
+                state.restore()
+            if isinstance(error, ConfigError):
+                raise
+            text = f"with a few of its rows alone it raises {type(error).__name__}: {error}"
+            raise _refusal(self._name, text) from error
+        self._tried.add(kind)
         return seen
 
-    def _look_at(self, given: _Given, rows: torch.Tensor, part: slice) -> _Looked:
+    def _trace_first(self, given: _Given, is_new: bool) -> _Looked:
+        rows = [each.detach()[:_NUM_TRIED] for each in given.inputs]
+        if is_new and self.row_wise:
+            with disable_current_modes(), rows[0].fake_mode, RowsApart(partial(_refusal, self._name)):  # type: ignore[attr-defined]
+                many = [each.new_empty(RowsApart.num_rows, *each.shape[1:]) for each in rows]
+                self._look_at(given, many, slice(0, RowsApart.num_rows))
+        return self._look_at(given, rows, slice(0, len(rows[0])))
+
+    def _run_first(self, given: _Given, is_new: bool) -> _Looked:
+        rows = [each.detach()[:_NUM_TRIED].clone() for each in given.inputs]
+        seen = self._look_at(given, rows, slice(0, len(rows[0])))
+        if not seen[0].needing | seen[1].needing <= {id(weight) for weight in self._body.parameters()}:
+            raise _refusal(self._name, "it reads a tensor that needs a gradient and is none of its parameters")
+        if is_new:
+            self._try(given, rows, seen)
+        return seen
+
+    def _try(self, given: _Given, rows: list[torch.Tensor], seen: _Looked) -> None:
+        """Raises `ConfigError` where another run of a few rows, or a run of a whole block, shows that rows talk."""
+        inputs, num_rows = [each.detach() for each in given.inputs], len(rows[0])
+        first = slice(0, num_rows)
+        state = take(self._layer, code=True, process=False)
+        versions = [version_of(each) for each, _ in state.tensors]
+        for other, others in ((0, slice(1, None)), (num_rows - 1, slice(0, num_rows - 1))):
+            changed = [each.clone() for each in rows]
+            for each in changed:
+                each[other] = 1 - each[other]
+            again = self._look_at(given, changed, first)
+            pairs = zip(seen[2], again[2], strict=True)
+            if not all(same_bytes(a[others], b[others]) for a, b in pairs):
+                raise _refusal(self._name, "what it gives for a row depends on other rows")
+        moved = [str(record.name) for record in state.changed()]
+        moved += [str(n) for (each, n), then in zip(state.tensors, versions, strict=True) if version_of(each) != then]
+        if moved:
+            raise _refusal(self._name, f"each run of it changes '{moved[0]}'")
+        block = slice(0, max(self.rows, num_rows))
+        last = slice(max(1, block.stop - num_rows), block.stop)
+        whole = self._look_at(given, [each[block].clone() for each in inputs], block)
+        for part, alone in ((first, seen), (last, self._look_at(given, [each[last].clone() for each in inputs], last))):
+            pairs = zip(whole[2], alone[2], strict=True)
+            if not all(_nearly(a[part], b) for a, b in pairs):
+                raise _refusal(self._name, "what it gives for a row depends on the other rows of its block")
+
+    def _look_at(self, given: _Given, rows: list[torch.Tensor], part: slice) -> _Looked:
         before = self._run(given, part, rows, {})
         after = before
         results: list[torch.Tensor] = []
@@ -235,11 +312,11 @@ class _LayerInBlocks:
             _, _, value = before.given
             heads, width = before.given[0].shape[1], value.shape[3]
             # Any numbers will do, other ones in each row.
-            made = rows.repeat(1, -(-heads * width // rows.shape[1]))[:, : heads * width].to(value.dtype)
+            made = rows[0].repeat(1, -(-heads * width // rows[0].shape[1]))[:, : heads * width].to(value.dtype)
             after = self._run(given, part, rows, {}, made.reshape(-1, heads, width))
             if before.setting.get("attn_mask") is not None:
                 raise _refusal(self._name, "its attention has a mask")
-        results.append(_rows_of(self._name, after.result, given.is_batched))
+        results += given.rows_of(after.result, len(rows[0]))
         return before, after, results
 
 
@@ -260,41 +337,56 @@ class _Given:
     def __init__(self, name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
         self.lead = x.shape[:-1]
-        self.is_batched = x.ndim > 2
-        for leaf in tree_leaves((args, kwargs)):
-            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+        self._ones = (1,) * max(0, x.ndim - 2)
+        """What stands before the rows of a block: as many dimensions as the whole has there."""
+        self.beside = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
+        for leaf in self.beside:
+            if not isinstance(leaf, _PLAIN):
                 raise _refusal(name, f"it is given a {type(leaf).__name__} (for a cache: pass use_cache=False)")
-        self._hidden = torch.empty(0)
-        """In the place of the hidden states, which autograd's graph must not hold twice."""
-        self._tree = tree_map_only(
-            torch.Tensor, lambda each: self._hidden if each is x else self._rows_of(each), (args, kwargs)
-        )
+        wanted = {id(each): each for each in (x, *tensors_in((args, kwargs))) if each is x or each.requires_grad}
+        self.inputs = [self._rows_of(each, is_input=True) for each in wanted.values()]
+        self._places = {key: torch.empty(0) for key in wanted}
+        """In the place of the inputs, which autograd's graph must not hold twice."""
 
-    def of_block(self, part: slice, block: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for one block, whose rows of hidden states are `block`."""
+        def by_rows(tensor: torch.Tensor) -> torch.Tensor:
+            return self._places[id(tensor)] if id(tensor) in wanted else self._rows_of(tensor)
+
+        self._tree = tree_map_only(torch.Tensor, by_rows, (args, kwargs))
+
+    def of_block(self, part: slice, blocks: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for one block, whose rows of the inputs are `blocks`."""
+        of_place = {id(place): rows for place, rows in zip(self._places.values(), blocks, strict=False)}
 
         def cut(rows: torch.Tensor) -> torch.Tensor:
-            if rows is self._hidden:
-                rows = block
+            if id(rows) in of_place:
+                rows = of_place[id(rows)]
             elif part.stop <= len(rows):
                 rows = rows[part]
             else:
-                places = torch.arange(part.start, part.start + len(block), device=rows.device)
+                places = torch.arange(part.start, part.start + len(blocks[0]), device=rows.device)
                 rows = rows[places % len(rows)]
-            return rows[None] if self.is_batched else rows
+            return rows[(None,) * len(self._ones)]
 
         args, kwargs = tree_map_only(torch.Tensor, cut, self._tree)
         return args, kwargs
 
-    def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, result: Any, num_rows: int | None = None) -> tuple[torch.Tensor, ...]:
+        """What a block gave, by rows."""
+        leaves = [leaf for leaf in tree_leaves(result) if leaf is not None]
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise _refusal(self._name, f"it gives a {type(leaf).__name__}")
+            if num_rows is not None and leaf.shape[: len(self._ones) + 1] != (*self._ones, num_rows):
+                raise _refusal(self._name, f"it gives a tensor {_without_rows(leaf)}")
+        return tuple(leaf[(0,) * len(self._ones)] for leaf in leaves)
+
+    def _rows_of(self, tensor: torch.Tensor, *, is_input: bool = False) -> torch.Tensor:
         """A row for each token of the batch, or of one sequence, where all sequences have the same."""
         lead, rest = tensor.shape[: len(self.lead)], tensor.shape[len(self.lead) :]
         if lead != self.lead and lead != (1, *self.lead[1:]):
-            raise _refusal(
-                self._name, f"it is given a tensor of shape {tuple(tensor.shape)}, which has no row for each token"
-            )
-        if tensor.requires_grad:
-            raise _refusal(self._name, "it is given a second tensor that needs a gradient")
+            raise _refusal(self._name, f"it is given a tensor {_without_rows(tensor)}")
+        if is_input and lead != self.lead:
+            tensor = tensor.expand(*self.lead, *rest)
         return tensor.reshape(-1, *rest)
 
 
@@ -303,10 +395,12 @@ class _StopError(Exception):
 
 
 class _Seam(TorchFunctionMode):
-    """Stands where a layer calls attention. `made`: what the call gives; None: the layer stops there."""
+    """Stands where a layer calls attention. `made`: what the call gives; None: the layer stops there. `may_be_own`: a
+    softmax may be something else than attention."""
 
-    def __init__(self, name: str, made: torch.Tensor | None) -> None:
+    def __init__(self, name: str, made: torch.Tensor | None, *, may_be_own: bool) -> None:
         super().__init__()
+        self._may_be_own = may_be_own
         self._name = name
         self._made = made
         self.given: tuple[torch.Tensor, ...] | None = None
@@ -322,12 +416,12 @@ class _Seam(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             if func is F.dropout and (share := _dropped_by(args, kwargs)) is not None:
                 raise _refusal(self._name, f"it drops out at random (p = {share})")
-            if func in _SOFTMAX:
+            if func in _SOFTMAX and not self._may_be_own:
                 raise _refusal(
                     self._name, "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
                 )
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            self.read_after.update(id(each) for each in tensors if isinstance(each, nn.Parameter))
+            self.read_after.update(map(id, tensors))
             if func.__name__ != "__get__":  # of an attribute, such as a dtype
                 bases = [(each, base_of(each)) for each in tensors if each.requires_grad]
                 self.needing.update(id(each if base is None else base) for each, base in bases)
@@ -360,11 +454,12 @@ def _dropped_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     return named["p"] if named["p"] and named["training"] else None
 
 
-def _rows_of(name: str, result: Any, is_batched: bool) -> torch.Tensor:
-    out = result if isinstance(result, torch.Tensor) else result[0]
-    if not isinstance(result, torch.Tensor) and any(each is not None for each in result[1:]):
-        raise _refusal(name, "it gives more than one tensor")
-    return out[0] if is_batched else out
+def _without_rows(tensor: torch.Tensor) -> str:
+    return f"of shape {tuple(tensor.shape)}, which has no row for each token"
+
+
+def _view_as(rows: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    return rows.view(*lead, *rows.shape[1:])
 
 
 def _attend(lead: torch.Size, parts: list[torch.Tensor], setting: dict[str, Any]) -> torch.Tensor:

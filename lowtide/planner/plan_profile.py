@@ -260,6 +260,7 @@ def _plan_of(
         loss=question.profile.loss,
         loss_rows=question.profile.loss_rows,
         layer_rows=question.profile.layer_rows,
+        row_wise=question.profile.row_wise,
         budget_bytes=budget_bytes,
         predicted=prediction,
         account=account if shares is None else shares.shown(account, problem, timeline.peak_tick),

@@ -101,6 +101,7 @@ def profile_of(
     nodes, names = {node.storage.index for node in trace.nodes}, {site.name for site in sites}
     called = tuple(name for name in layers if any(span.name == name for span in trace.spans))
     weights, (spans, gradients) = layer_weights(model, layers), byte_spans(trace)
+    layer_rows, row_wise = layer_rows_of(model)
     return Profile(
         model=type(model).__name__,
         device=device,
@@ -121,7 +122,8 @@ def profile_of(
         num_collectives=sum(call.is_collective for call in trace.ops.calls),
         loss=loss_of(model),
         loss_rows=loss_rows_of(model),
-        layer_rows=layer_rows_of(model),
+        layer_rows=layer_rows,
+        row_wise=row_wise,
         layer_weights=tuple(weights[name] for name in called),
     )
 

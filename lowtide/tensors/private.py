@@ -438,9 +438,9 @@ own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MOD
 time."""
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks, or ones before its forward. No public way to ask."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its forward or backward. No public way to ask."""
+    return any(getattr(module, name) for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
 
 
 def flat_weights(module: nn.RNNBase) -> list[Any]:

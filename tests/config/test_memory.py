@@ -75,7 +75,7 @@ def test_what_leaves_the_budget_to_the_device_sets_the_solver_free_too() -> None
     for written in ({"budget": "90%"}, {"budget": "AUTO"}, {"budget": " 12.5 % "}):
         config = load_memory(written)
         assert config.has_budget and config.recomputes_freely and config.swaps_freely
-        assert config.slices_loss == {"may": True, "must": False, "rows": None, "layer_rows": None}
+        assert config.slices_loss == {"may": True, "must": False, "rows": None, "layer_rows": None, "row_wise": ()}
     assert load_memory({"budget": " 12.5 % "}).budget == Fraction(25, 2)
 
 
@@ -167,11 +167,11 @@ def test_mistakes(mapping: dict[str, Any], message: str) -> None:
         ("memroy: {swap: all}\n", "run.yaml:1:1: unknown section 'memroy'; did you mean 'memory'?"),
         ("train: {steps: 1}\nmemmory: {}\n", "run.yaml:2:1: unknown section 'memmory'; did you mean 'memory'?"),
         ("model: {path: x}\n", "run.yaml:1:1: missing section 'memory'; write 'memory:' and its keys below it: budget, "
-         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, min_bytes, "
+         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, row_wise, min_bytes, "
          "check, strict, layers"),
         ("budgett: 1GiB\n", "run.yaml:1:1: unknown key 'budgett'; did you mean 'budget'?"),
         ("[a]\n", "run.yaml:1:1: expected a mapping, not a list; write 'key: value', with these keys: budget, "
-         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, min_bytes, "
+         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, row_wise, min_bytes, "
          "check, strict, layers"),
     ],
 )  # fmt: skip

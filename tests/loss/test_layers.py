@@ -204,7 +204,7 @@ def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
         assert tide.plan.layer_rows == 100
         for _ in range(2):
             _assert_same_steps(want, _step(model, batch))
-    assert layer_rows_of(model) is None and not any("forward" in vars(module) for module in model.modules())
+    assert layer_rows_of(model) == (None, ()) and not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.filterwarnings("error:lowtide. the first forward was not the one")
@@ -327,7 +327,10 @@ def _hooked(layer: Layer) -> None:
     layer.up.register_forward_hook(lambda *_: None)
 
 
-_HEAD, _END = "memory.rows: 'layers.0' cannot be taken in blocks of rows: ", "; leave memory.rows out"
+_HEAD, _END = (
+    "memory.rows: 'layers.0' cannot be taken in blocks of rows: ",
+    "; leave memory.rows out, or name what it may take with memory.row_wise",
+)
 
 
 @pytest.mark.parametrize(
@@ -392,5 +395,5 @@ def test_mistakes_in_the_file() -> None:
         lowtide.apply(nn.Linear(2, 2), {"rows": 9})
     assert str(caught.value) == (
         "memory.rows: Linear has no layers in a torch.nn.ModuleList, which could be taken in blocks of rows; leave "
-        "memory.rows out"
+        "memory.rows out, or name what it may take with memory.row_wise"
     )

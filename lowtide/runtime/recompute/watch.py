@@ -317,19 +317,19 @@ class Before:
         self._parameters = _lent_parameters(watch.module) if watch.has_shards else []
         self._records = [record.again() for record in known.records]
         self._given = _without_modules(self._walk(call.objects).records()) if call.objects else []
-        self._walked: Snapshot | None = None
-        self._context: contextvars.Context | None = None
-        self._generators: list[State] = []
+        self._learning: tuple[Snapshot, list[State], contextvars.Context] | None = None
+        """What there was before a first run of which is to be learned what it moves."""
         self.flow: Flow | None = None
         if not known.is_settled and known.num_learned < _MAX_LEARNED:
             names = {str(record.name) for record in known.records if isinstance(record, State)}
-            self._generators = [each for each in host_generators() if str(each.name) not in names]
-            self._walked, self._context = self._walk([watch.module, call.own_forward()]), contextvars.copy_context()
+            generators = [each for each in host_generators() if str(each.name) not in names]
+            walked = self._walk([watch.module, call.own_forward()])
+            self._learning = walked, generators, contextvars.copy_context()
         self.path = None if is_first else known.path
         is_open = known.path is None and known.num_paths < _MAX_LEARNED
         if is_open and not is_forward_mode() and not tree.has_compiled:
             self.flow = Flow(call.tensors, is_sharded=watch.has_shards)
-        self.is_whole = self._walked is not None or not known.is_compared or watch.num_runs % _WHOLE == 0
+        self.is_whole = self._learning is not None or not known.is_compared or watch.num_runs % _WHOLE == 0
         """Its second run goes to its end, and what it gives is compared."""
         watch.num_runs += 1
         if watch.marks:
@@ -395,15 +395,15 @@ class Before:
     def settle(self) -> None:
         """The first run is over: learn what it moved, and let go of the copies that are not needed. Raises
         RecomputeRefusedError if it wrote to a tensor of which there is no copy."""
-        known, watch, is_new = self.known, self.watch, self._walked is not None
-        if self._walked is not None:
+        known, watch, is_new = self.known, self.watch, self._learning is not None
+        if self._learning is not None:
             found = self._moved_by_now()
             self._records += found
             known.records += found
-            known.variables |= self._variables().keys()
+            known.variables |= self._variables(self._learning[2]).keys()
             known.num_learned += 1
             known.is_settled = not found and self._tree.is_still()
-            self._walked = self._context = None
+            self._learning = None
         if self.flow is not None:
             self._learn(self.flow)
         elif known.path is None or known.tree() is not self._tree:  # other tensors may be statistics of a norm
@@ -427,15 +427,14 @@ class Before:
 
     def _moved_by_now(self) -> list[Any]:
         """What the first run has moved and others did not, while that is being learned."""
-        if self._walked is None:
+        if self._learning is None:
             return []
-        generators = [each for each in self._generators if not each.is_same()]
-        return [*_without_modules(self._walked.changed()), *generators, *self._variables().values()]
+        walked, generators, context = self._learning
+        drawn = [each for each in generators if not each.is_same()]
+        return [*_without_modules(walked.changed()), *drawn, *self._variables(context).values()]
 
-    def _variables(self) -> dict[contextvars.ContextVar, Held]:
+    def _variables(self, then: contextvars.Context) -> dict[contextvars.ContextVar, Held]:
         """The context variables that the first run has set to something else, with what they were."""
-        then = self._context
-        assert then is not None
         return {
             variable: then.run(_held, variable)
             for variable, value in contextvars.copy_context().items()

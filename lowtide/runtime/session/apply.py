@@ -67,7 +67,7 @@ def apply(
     placed = PlacedState(optimizer, chosen, "lowtide.apply") if moves_state else None
     if placed is not None:
         placed.check(plan.optimizer)
-    rows = {"rows": plan.loss_rows, "layer_rows": plan.layer_rows}
+    rows: dict[str, Any] = {"rows": plan.loss_rows, "layer_rows": plan.layer_rows, "row_wise": plan.row_wise}
     loss = attach_where(model, may=plan.loss == "sliced", must=True, **rows)
     try:
         return Tide(model, plan, optimizer, chosen, owns_engine=chosen is not engine, placed=placed, loss=loss)
@@ -112,7 +112,7 @@ def plan_of(model: nn.Module, memory: Any) -> Plan:
     plan = plan_from_rules(config, layers)
     asked = config.slices_loss
     slices = asked["must"] or (asked["may"] and not why_not(model))
-    plan = dataclasses.replace(plan, layer_rows=asked["layer_rows"])
+    plan = dataclasses.replace(plan, layer_rows=asked["layer_rows"], row_wise=asked["row_wise"])
     return dataclasses.replace(plan, loss="sliced", loss_rows=asked["rows"]) if slices else plan
 
 
