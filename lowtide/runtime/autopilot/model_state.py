@@ -59,8 +59,9 @@ class ModelState:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """Parameters that get gradients now."""
-        return [p for p in chain.from_iterable(map(dict.values, self._own)) if p is not None and p.requires_grad]
+        """Parameters that get gradients now. What plays one under `torch.func.functional_call` may be no leaf."""
+        held = chain.from_iterable(map(dict.values, self._own))
+        return [p for p in held if p is not None and p.requires_grad and p.is_leaf]
 
     def look(self) -> int:
         """The number of the state that the model is in."""

@@ -50,7 +50,7 @@ def apply(
 
     `moves_state`: also of the optimizer, if the plan says so; False where the caller sees to that (runtime/autopilot).
     """
-    optimizer = checked(model, optimizer, "lowtide.apply")
+    optimizer = checked(model, optimizer, "lowtide.apply", is_its_own=not moves_state)
     refuse_lazy(model, "lowtide.apply")
     plan = plan_of(model, memory)
     if plan.moves_weights and swapped_weights_of(model) is None:
@@ -76,9 +76,11 @@ def apply(
         raise
 
 
-def checked(model: nn.Module, optimizer: Any, call: str, *, parts: bool = False) -> Any:
+def checked(model: nn.Module, optimizer: Any, call: str, *, parts: bool = False, is_its_own: bool = False) -> Any:
     """The optimizer inside any wrappers. Raises ConfigError for a model that is no eager module or is under a plan
-    already, and for an optimizer that has none of its parameters. `parts`: a compiled part is refused as well."""
+    already, and for an optimizer that has none of its parameters. `parts`: a compiled part is refused as well.
+    `is_its_own`: the optimizer has been checked. In the middle of `torch.func.functional_call` other tensors play the
+    model's parameters."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{call}: expected a torch.nn.Module, not {type(model).__name__}")
     under = patched_module(model)
@@ -93,7 +95,7 @@ def checked(model: nn.Module, optimizer: Any, call: str, *, parts: bool = False)
     refuse_compiled(model, call, parts=parts)
     optimizer = optimizer_of(optimizer, call)
     own = {id(parameter) for parameter in model.parameters()}
-    parameters = [] if optimizer is None else parameters_of(optimizer)
+    parameters = [] if optimizer is None or is_its_own else parameters_of(optimizer)
     if parameters and not any(id(parameter) in own for parameter in parameters):
         raise ConfigError(
             f"{call}: this {type(optimizer).__name__} has none of the parameters of {type(model).__name__}: it steps "

@@ -8,6 +8,7 @@ much.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
+from tests.support import zoo
 from tests.support.grid import one_of
 from tests.support.independent_count import IndependentCount, state_tensors
 from tests.support.virtual_engine import virtual
@@ -334,6 +336,30 @@ def test_an_optimizer_that_was_not_given_is_found() -> None:
         return counted
 
     assert max(peaks()[1:]) <= budget
+
+
+def test_a_plan_may_change_while_other_tensors_play_the_parameters() -> None:
+    """As in meta-learning, where the weights that an inner step has made see a batch of another shape."""
+
+    def steps(budget: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        how: dict[str, Any] = {"memory": {"min_bytes": 0}, "optimizer": optimizer, "engine": virtual(0)}
+        under = contextlib.nullcontext() if budget is None else lowtide.optimize(model, budget, **how)
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH), under as tide:
+            warnings.simplefilter("error")
+            for number in range(2):
+                weights = dict(model.named_parameters())
+                inner = torch.func.functional_call(model, weights, (batch(number),))
+                found = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
+                others = {key: w - 0.1 * g for (key, w), g in zip(weights.items(), found, strict=True)}
+                torch.func.functional_call(model, others, (batch(number + 2, rows=8),)).backward()
+                optimizer.step()
+            assert tide is None or len(tide.events) > 1
+        return [*model.parameters()]
+
+    assert all(map(zoo.same_bits, steps("1600KiB"), steps(None)))
 
 
 def test_an_optimizer_of_another_model_is_refused_by_name() -> None:
