@@ -304,7 +304,7 @@ def other_bytes(
     if read() is None:
         return 0
     parameters = list(model.parameters())
-    known = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    known = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.is_leaf and p.grad is not None)]
     known += [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     if optimizer is not None:
         known += optimizer_tensors(optimizer)

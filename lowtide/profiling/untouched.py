@@ -103,7 +103,8 @@ def untouched(
     `tell` is given a line for what moved on and cannot be put back. Raises ConfigError for a tensor that was written to
     where no copy of it could be made first.
     """
-    parameters = list(model.parameters())
+    # What plays a parameter under `torch.func.functional_call` may be no leaf.
+    parameters = [parameter for parameter in model.parameters() if parameter.is_leaf]
     grads = [parameter.grad for parameter in parameters]
     devices = {parameter.device for parameter in parameters} | {device}
     beside = (inputs, [grad for grad in grads if grad is not None])

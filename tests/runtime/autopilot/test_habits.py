@@ -351,10 +351,10 @@ def test_a_plan_may_change_while_other_tensors_play_the_parameters() -> None:
             warnings.simplefilter("error")
             for number in range(2):
                 weights = dict(model.named_parameters())
-                inner = torch.func.functional_call(model, weights, (batch(number),))
+                inner = torch.func.functional_call(model, weights, (batch(number, rows=8),))
                 found = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
                 others = {key: w - 0.1 * g for (key, w), g in zip(weights.items(), found, strict=True)}
-                torch.func.functional_call(model, others, (batch(number + 2, rows=8),)).backward()
+                torch.func.functional_call(model, others, (batch(number + 2),)).backward()
                 optimizer.step()
             assert tide is None or len(tide.events) > 1
         return [*model.parameters()]
