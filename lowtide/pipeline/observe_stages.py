@@ -172,18 +172,8 @@ def _observe_stage(
         profile = observe_call(pipeline.stages[stage], *given, None, use=use)
     for weight, gradient in of_loss:
         weight.grad = gradient
-    profile = without_gathered(profile, recorders[-1].gathered) if recorders else profile
-    return kept_outside(profile, output.num_nodes), tuple(watch.exchanges)
-
-
-def without_gathered(profile: Profile, spans: Iterable[tuple[int, int, int]]) -> Profile:
-    """The same step, in which weights that FSDP2 gathers do not count: in a pipeline they stay for the step. `spans`:
-    when each was there (operators), and its bytes."""
-    op_bytes = list(profile.op_bytes)
-    for first, end, nbytes in spans:
-        for op in range(first, end):
-            op_bytes[op] -= nbytes
-    return dataclasses.replace(profile, op_bytes=tuple(op_bytes))
+    gathered = recorders[-1].gathered if recorders else ()
+    return kept_outside(profile, output.num_nodes, gathered), tuple(watch.exchanges)
 
 
 def _refuse_idle(stage: int, made: Tensors) -> None:
@@ -254,19 +244,22 @@ def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:
     return dataclasses.replace(chunk, profile=profile, exchanges=tuple(grown))
 
 
-def kept_outside(profile: Profile, end_sequence: int) -> Profile:
+def kept_outside(profile: Profile, end_sequence: int, gathered: Iterable[tuple[int, int, int]] = ()) -> Profile:
     """The same step, in which what somebody else than the stage saves is no node: hooks of the stage do not see it.
+    And in which weights that FSDP2 gathers do not count, since in a pipeline they stay for the step.
 
-    `end_sequence`: autograd's number when the stage was over, counted as in the profile.
+    `end_sequence`: autograd's number when the stage was over, counted as in the profile. `gathered`: when weights were
+    there (operators), and their bytes.
     """
     gone = {
         node.name: node
         for node in profile.sites
         if node.last_sequence >= end_sequence or node.name.startswith(f"{OUTSIDE}.")
     }
-    if not gone:
-        return profile
     op_bytes = list(profile.op_bytes)
+    for first, end, nbytes in gathered:
+        for op in range(first, end):
+            op_bytes[op] -= nbytes
     for node in gone.values():
         for op in range(max(node.born, 0), min(max(node.dies, node.release), len(op_bytes))):
             op_bytes[op] += node.nbytes
