@@ -32,7 +32,6 @@ from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import ConfigError
-from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.agree import Together
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes, trained_by
@@ -238,7 +237,7 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 # -- follow ----------------------------------------------------------------------------------------------------
 
 
-class StagePlans:
+class StagePlans(contextlib.AbstractContextManager["StagePlans"]):
     """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly."""
 
     def __init__(
@@ -278,11 +277,6 @@ class StagePlans:
     def plans(self) -> Mapping[int, Plan]:
         """Of each stage of this rank."""
         return self.found.plans
-
-    @property
-    def optimizer_swap(self) -> OptimizerSwap | None:
-        """The handle of the optimizer's state; None where all of it stays."""
-        return self._placed.handle
 
     def _limit(self, stage: int, task: RankTask, plan: Plan) -> int:
         """What the tide of a stage may count: its weights, its chunks in flight, and one that is in its forward."""
@@ -338,9 +332,6 @@ class StagePlans:
         self._placed.remove()
         if self._owns_engine:
             self._engine.close()
-
-    def __enter__(self) -> StagePlans:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
