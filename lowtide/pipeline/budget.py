@@ -86,7 +86,7 @@ def fit_stages(
     and what a stage raised; then `PipelineError` on the others.
     """
     ranks = Together("fit_stages", pipeline.rank, pipeline.group if together is None else together)
-    own = nn.ModuleList(pipeline.stages.values())
+    own = pipeline.modules
     wanted = ranks.all_do("its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
     settled = ranks.all_do("its budget", lambda: wanted.settled(lambda: memory_of_model(own, optimizer)))
     config, budget_bytes, line = settled
@@ -154,11 +154,6 @@ def _checked(
         raise ConfigError(
             "pipeline: a budget cannot be planned for weight gradients that stay for later waits; leave most_kept out "
             "of WeightGradients, or write rules: recompute, swap, keep"
-        )
-    if isinstance(pipeline.loss, nn.Module) and any(True for _ in pipeline.loss.parameters()):
-        raise ConfigError(
-            "pipeline: a budget cannot be planned for a loss with weights, since they are in no stage; make what has "
-            "them the end of the last stage"
         )
     if config.slices_loss["must"]:
         raise ConfigError(
@@ -314,8 +309,9 @@ class StagePlans(contextlib.AbstractContextManager["StagePlans"]):
         """Around steps of your own: `peak_bytes` of what it gives is the exact peak of this rank on the device, without
         messages that have arrived and were not read yet. Where the next tier is main memory as well, state of the
         optimizer that is there counts while the optimizer steps."""
-        own = nn.ModuleList(self._pipeline.stages.values())
-        live = LiveBytes(model=own, optimizer=self._placed.optimizer, device_type=self._engine.device_type)
+        live = LiveBytes(
+            model=self._pipeline.modules, optimizer=self._placed.optimizer, device_type=self._engine.device_type
+        )
         for tide in self.tides.values():
             tide._scheduler.on_buffer = live.add
         try:

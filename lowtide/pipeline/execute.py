@@ -208,6 +208,11 @@ class Pipeline:
         refuse_difference("pipeline", [facts for facts, _ in answers])
         self.tied.check([samples for _, samples in answers])
 
+    @property
+    def modules(self) -> nn.ModuleList:
+        """The stages, and the loss where it is a module."""
+        return nn.ModuleList([*self.stages.values(), *([self.loss] if isinstance(self.loss, nn.Module) else [])])
+
     @functools.cached_property
     def runtime(self) -> Any:
         """Torch's; made for the first step."""
