@@ -256,6 +256,8 @@ class StagePlans(contextlib.AbstractContextManager["StagePlans"]):
         except BaseException:
             self.remove()
             raise
+        self.optimizer_swap = placed.handle
+        """The handle of the optimizer's state; None where all of it stays."""
         self.summaries = self._summaries(task)
         """By stage, what is said of it: of this rank's; after `told` of all stages of the pipeline."""
 
