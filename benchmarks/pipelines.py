@@ -93,8 +93,8 @@ class Rig:
         """`own`: the stages of this rank."""
         torch.manual_seed(0)
         every, each = [Block(mode) for _ in range(_BLOCKS)], _BLOCKS // made.num_stages
-        self.batch = torch.randn(_MICRO_BATCHES * _ROWS, _WIDTH)
         self.ends = 0 in own, made.num_stages - 1 in own
+        self.batch = torch.randn(_MICRO_BATCHES * _ROWS, _WIDTH) if any(self.ends) else None
         self.stages = []
         for number in own:
             stage = Stage(every[number * each : (number + 1) * each])

@@ -32,7 +32,6 @@ from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import ConfigError
-from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.agree import Together
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes, trained_by
@@ -87,7 +86,7 @@ def fit_stages(
     and what a stage raised; then `PipelineError` on the others.
     """
     ranks = Together("fit_stages", pipeline.rank, pipeline.group if together is None else together)
-    own = nn.ModuleList(pipeline.stages.values())
+    own = pipeline.modules
     wanted = ranks.all_do("its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
     settled = ranks.all_do("its budget", lambda: wanted.settled(lambda: memory_of_model(own, optimizer)))
     config, budget_bytes, line = settled
@@ -155,11 +154,6 @@ def _checked(
         raise ConfigError(
             "pipeline: a budget cannot be planned for weight gradients that stay for later waits; leave most_kept out "
             "of WeightGradients, or write rules: recompute, swap, keep"
-        )
-    if isinstance(pipeline.loss, nn.Module) and any(True for _ in pipeline.loss.parameters()):
-        raise ConfigError(
-            "pipeline: a budget cannot be planned for a loss with weights, since they are in no stage; make what has "
-            "them the end of the last stage"
         )
     if config.slices_loss["must"]:
         raise ConfigError(
@@ -238,7 +232,7 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 # -- follow ----------------------------------------------------------------------------------------------------
 
 
-class StagePlans:
+class StagePlans(contextlib.AbstractContextManager["StagePlans"]):
     """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly."""
 
     def __init__(
@@ -262,6 +256,8 @@ class StagePlans:
         except BaseException:
             self.remove()
             raise
+        self.optimizer_swap = placed.handle
+        """The handle of the optimizer's state; None where all of it stays."""
         self.summaries = self._summaries(task)
         """By stage, what is said of it: of this rank's; after `told` of all stages of the pipeline."""
 
@@ -278,11 +274,6 @@ class StagePlans:
     def plans(self) -> Mapping[int, Plan]:
         """Of each stage of this rank."""
         return self.found.plans
-
-    @property
-    def optimizer_swap(self) -> OptimizerSwap | None:
-        """The handle of the optimizer's state; None where all of it stays."""
-        return self._placed.handle
 
     def _limit(self, stage: int, task: RankTask, plan: Plan) -> int:
         """What the tide of a stage may count: its weights, its chunks in flight, and one that is in its forward."""
@@ -320,8 +311,9 @@ class StagePlans:
         """Around steps of your own: `peak_bytes` of what it gives is the exact peak of this rank on the device, without
         messages that have arrived and were not read yet. Where the next tier is main memory as well, state of the
         optimizer that is there counts while the optimizer steps."""
-        own = nn.ModuleList(self._pipeline.stages.values())
-        live = LiveBytes(model=own, optimizer=self._placed.optimizer, device_type=self._engine.device_type)
+        live = LiveBytes(
+            model=self._pipeline.modules, optimizer=self._placed.optimizer, device_type=self._engine.device_type
+        )
         for tide in self.tides.values():
             tide._scheduler.on_buffer = live.add
         try:
@@ -338,9 +330,6 @@ class StagePlans:
         self._placed.remove()
         if self._owns_engine:
             self._engine.close()
-
-    def __enter__(self) -> StagePlans:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

@@ -25,26 +25,9 @@ from dataclasses import dataclass, replace
 from lowtide.pipeline.schedule import AnyAction, Kind, Pair, Schedule
 
 
-def seconds_by_kind(
-    *,
-    forward: float = 1,
-    backward: float = 2,
-    backward_input: float = 1,
-    backward_weight: float = 1,
-    pair: float = 3,
-) -> Callable[[AnyAction], float]:
-    """How long the actions of any one stage take, as `play` asks for it; where stages differ, give it a function of
-    your own. The defaults are what diagrams are drawn with: F = I = W = 1, and a pair that hides nothing."""
-    seconds = {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD: backward,
-        Kind.BACKWARD_INPUT: backward_input,
-        Kind.BACKWARD_WEIGHT: backward_weight,
-    }
-    return lambda action: pair if isinstance(action, Pair) else seconds[action.kind]
-
-
-_UNIT = seconds_by_kind()
+def _unit(action: AnyAction) -> float:
+    """How long actions take in diagrams: F = I = W = 1, and a pair hides nothing."""
+    return 3 if isinstance(action, Pair) else 2 if action.kind is Kind.BACKWARD else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +57,7 @@ class Played:
 
 
 def play(
-    schedule: Schedule, seconds_of: Callable[[AnyAction], float] = _UNIT, *, transfer_seconds: float = 0
+    schedule: Schedule, seconds_of: Callable[[AnyAction], float] = _unit, *, transfer_seconds: float = 0
 ) -> Played:
     """Play one step. The schedule must have passed `verify`, and every duration must be above 0."""
     ready: list[float | None] = [None] * schedule.num_results
@@ -114,7 +97,7 @@ def play(
 # -- sends and receives, put into a schedule by its times --------------------------------------------------------------
 
 
-def with_transfers(schedule: Schedule, seconds_of: Callable[[AnyAction], float] = _UNIT) -> Schedule:
+def with_transfers(schedule: Schedule, seconds_of: Callable[[AnyAction], float] = _unit) -> Schedule:
     """The same schedule with every send and receive in its place. It must have passed `verify`.
 
     `seconds_of` says how long actions take. Rough values do: they only move receives, and every choice is right.

@@ -194,7 +194,7 @@ class Pipeline:
                 "order, so its losses are not these to the bit",
                 stacklevel=2,
             )
-        return step.losses
+        return tuple(loss for _, loss in sorted(step.losses.items()))
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the gradients of all stages, shared weights counted once: what `torch.nn.utils.get_total_norm`
@@ -208,17 +208,15 @@ class Pipeline:
         refuse_difference("pipeline", [facts for facts, _ in answers])
         self.tied.check([samples for _, samples in answers])
 
+    @property
+    def modules(self) -> nn.ModuleList:
+        """The stages, and the loss where it is a module."""
+        return nn.ModuleList([*self.stages.values(), *([self.loss] if isinstance(self.loss, nn.Module) else [])])
+
     @functools.cached_property
     def runtime(self) -> Any:
         """Torch's; made for the first step."""
-        return runtime_of(self.schedule, self.stages, self.rank, self._do, self._has_failed)
-
-    def _do(self, every: AnyAction) -> None:
-        assert self._walk is not None
-        self._walk.do(every)
-
-    def _has_failed(self) -> bool:
-        return self._walk is not None and self._walk.error is not None
+        return runtime_of(self.schedule, self.stages, self.rank, lambda: self._walk)
 
     def state(self) -> tuple[Any, ...]:
         """Where it is as it was, stages pass on the same for batches of the same shapes."""
@@ -314,6 +312,7 @@ class _Walk:
         keywords: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         self._pipeline = pipeline
+        self._transport = pipeline.transport
         self._gradients = gradients
         row = [action for rank, _, action in pipeline.schedule.parts() if rank == pipeline.rank]
         self._split = {(each.stage, each.micro_batch) for each in row if each.kind is Kind.BACKWARD_WEIGHT}
@@ -328,7 +327,8 @@ class _Walk:
         """Of forwards without their backwards: what came from the stage before, and the places of the outputs."""
         self._local: dict[Result, Tensors] = {}
         """Results that this rank made for itself."""
-        self._losses: dict[int, torch.Tensor] = {}
+        self.losses: dict[int, torch.Tensor] = {}
+        """By micro-batch."""
         self._lock = threading.Lock()
         """Two halves of a pair may end on two threads."""
         self._made: dict[Result, Tensors] = {}
@@ -341,14 +341,6 @@ class _Walk:
                 reader = self._pipeline.schedule.reader(result)
                 assert reader is not None
                 self._to_send[reader].append(result)
-
-    @property
-    def _transport(self) -> GroupTransport | None:
-        return self._pipeline.transport
-
-    @property
-    def losses(self) -> tuple[torch.Tensor, ...]:
-        return tuple(loss for _, loss in sorted(self._losses.items()))
 
     def run(self, divide_by: float) -> None:
         weights = self._pipeline.weight_gradients
@@ -495,13 +487,13 @@ class _Walk:
                 f"pipeline: the loss of micro-batch {micro_batch} has no graph, so nothing would get a gradient; it "
                 "was computed without gradients, or detached, or from what is not trained"
             )
-        self._losses[micro_batch] = loss.detach().clone()  # that of mse_loss keeps memory as large as its input
+        self.losses[micro_batch] = loss.detach().clone()  # that of mse_loss keeps memory as large as its input
         return loss
 
     def _backward(self, action: Action, given: Tensors | None) -> None:
         chunk = action.stage, action.micro_batch
         if given is None:
-            given = (torch.ones_like(self._losses[action.micro_batch]),)
+            given = (torch.ones_like(self.losses[action.micro_batch]),)
         weights = self._weights_of(chunk)
         putting_off = weights.put_off(chunk) if weights is not None else contextlib.nullcontext()
         keep_whole(self._pipeline.stages[action.stage])

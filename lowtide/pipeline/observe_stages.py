@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +35,11 @@ from lowtide.pipeline.torch_stage import Tensors, arguments_of, passed_on
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.profiling.observe_call import observe_call
-from lowtide.profiling.step_record import OUTSIDE
 from lowtide.profiling.step_recorder import StepRecorder
 from lowtide.profiling.untouched import untouched
 from lowtide.tensors.kinds import device_of
 from lowtide.tensors.live_bytes import unique_bytes
-from lowtide.tensors.private import disable_current_modes, dispatch_modes, next_sequence_number, tree_leaves
+from lowtide.tensors.private import disable_current_modes, dispatch_modes, tree_leaves
 from lowtide.tensors.ranks import gather
 
 
@@ -49,8 +48,10 @@ class _Output:
 
     def __init__(self) -> None:
         self.tensors: Tensors = ()
-        self.num_nodes = 0
-        """Of autograd's graph. (A variable of the function that notes it would be put back after the step.)"""
+        self.recorder: StepRecorder | None = None
+        """Of the step. (A variable of the function that notes it would be put back afterwards.)"""
+        self.of_loss: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """Weights that only the loss knows, and their gradients, which the observed step must not change."""
 
     def note(self, given: Tensors) -> None:
         """Copies, since the step lets go of its own."""
@@ -140,15 +141,10 @@ def _observe_stage(
     pipeline: Pipeline, stage: int, given: tuple[tuple, dict[str, Any]], output: _Output, target: Any
 ) -> tuple[Profile, tuple[Exchange, ...]]:
     is_last = stage == pipeline.schedule.num_stages - 1
-    of_loss: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    """Weights that only the loss knows, and their gradients, which the observed step must not change."""
-    recorders: list[StepRecorder] = []
 
     def use(call: Callable[[], Any]) -> Any:
-        recorders.extend(filter(None, [_recorder()]))
-        start = next_sequence_number()
+        output.recorder = _recorder()
         made = call()
-        output.num_nodes = next_sequence_number() - start
         if not is_last:
             made = passed_on(made, stage)
             output.note(made)
@@ -158,8 +154,8 @@ def _observe_stage(
             loss = pipeline.loss(made, target)
             own = set(pipeline.stages[stage].parameters())
             behind = weights_behind([loss], until=tree_leaves(made))
-            of_loss.extend((weight, weight.grad) for weight in behind if weight not in own)
-            for weight, _ in of_loss:
+            output.of_loss = output.of_loss or [(weight, weight.grad) for weight in behind if weight not in own]
+            for weight, _ in output.of_loss:
                 weight.grad = None
             made = (loss,)
             del loss
@@ -170,20 +166,12 @@ def _observe_stage(
 
     with _watch(pipeline) as watch:
         profile = observe_call(pipeline.stages[stage], *given, None, use=use)
-    for weight, gradient in of_loss:
+    for weight, gradient in output.of_loss:
         weight.grad = gradient
-    profile = without_gathered(profile, recorders[-1].gathered) if recorders else profile
-    return kept_outside(profile, output.num_nodes), tuple(watch.exchanges)
-
-
-def without_gathered(profile: Profile, spans: Iterable[tuple[int, int, int]]) -> Profile:
-    """The same step, in which weights that FSDP2 gathers do not count: in a pipeline they stay for the step. `spans`:
-    when each was there (operators), and its bytes."""
-    op_bytes = list(profile.op_bytes)
-    for first, end, nbytes in spans:
-        for op in range(first, end):
-            op_bytes[op] -= nbytes
-    return dataclasses.replace(profile, op_bytes=tuple(op_bytes))
+    assert output.recorder is not None
+    saves = output.recorder.saves
+    held = {node.name for index, node in saves.nodes.items() if index in saves.kept}
+    return kept_outside(profile, held, output.recorder.gathered), tuple(watch.exchanges)
 
 
 def _refuse_idle(stage: int, made: Tensors) -> None:
@@ -254,19 +242,15 @@ def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:
     return dataclasses.replace(chunk, profile=profile, exchanges=tuple(grown))
 
 
-def kept_outside(profile: Profile, end_sequence: int) -> Profile:
-    """The same step, in which what somebody else than the stage saves is no node: hooks of the stage do not see it.
-
-    `end_sequence`: autograd's number when the stage was over, counted as in the profile.
-    """
-    gone = {
-        node.name: node
-        for node in profile.sites
-        if node.last_sequence >= end_sequence or node.name.startswith(f"{OUTSIDE}.")
-    }
-    if not gone:
-        return profile
+def kept_outside(profile: Profile, held: Collection[str], gathered: Iterable[tuple[int, int, int]]) -> Profile:
+    """The same step, in which what the loss holds too (`held`) is no node: hooks of the stage do not see the loss. And
+    in which weights that FSDP2 gathers do not count, since in a pipeline they stay for the step. `gathered`: when they
+    were there (operators), and their bytes."""
+    gone = {node.name: node for node in profile.sites if node.name in held}
     op_bytes = list(profile.op_bytes)
+    for first, end, nbytes in gathered:
+        for op in range(first, end):
+            op_bytes[op] -= nbytes
     for node in gone.values():
         for op in range(max(node.born, 0), min(max(node.dies, node.release), len(op_bytes))):
             op_bytes[op] += node.nbytes

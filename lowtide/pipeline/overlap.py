@@ -155,14 +155,15 @@ class Overlap:
     @contextlib.contextmanager
     def alone(self, name: str) -> Iterator[None]:
         """Inside, what this thread computes is a half without a partner."""
-        with self._carrying(_Half(self, name, self._next_pair(), None)) as half:
+        self.num_pairs += 1
+        with self._carrying(_Half(self, name, self.num_pairs - 1, None)) as half:
             yield
             half.note("segment")
 
     def _in_turns(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
         baton = Baton(BACKWARD, FORWARD)
         ahead, behind = (_Half(self, name, self.num_pairs, baton) for name in (FORWARD, BACKWARD))
-        self._next_pair()
+        self.num_pairs += 1
         context = contextvars.copy_context()
         there = self._thread.submit(context.run, self._on_thread, as_this_thread(), baton, behind, backward)
         try:
@@ -177,10 +178,6 @@ class Overlap:
                 raise error_of_pair
             finally:
                 del error_of_pair  # its traceback leads to this frame
-
-    def _next_pair(self) -> int:
-        self.num_pairs += 1
-        return self.num_pairs - 1
 
     def _on_thread(
         self,

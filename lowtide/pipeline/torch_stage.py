@@ -32,8 +32,9 @@ from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule
 from lowtide.tensors.fsdp import is_fsdp
 from lowtide.tensors.private import await_unshard, make_schedule_runtime
 
-Do = Callable[[AnyAction], None]
-"""Carries out an action of the rank's row, but for sends."""
+Step = Callable[[], Any]
+"""The step that is under way: it carries out actions of the rank's row but for sends (`do`), and has the `error` of one
+that has raised."""
 
 _KINDS = {
     FORWARD: Kind.FORWARD,
@@ -46,25 +47,22 @@ _KINDS = {
 class Stage(PipelineStage):
     """Of one rank. What torch's class would hold for its own actions (buffers, caches) is never made."""
 
-    def __init__(
-        self, module: nn.Module, number: int, schedule: Schedule, *, rank: int, do: Do, has_failed: Callable[[], bool]
-    ) -> None:
-        """has_failed: whether an action of this step has raised."""
+    def __init__(self, module: nn.Module, number: int, schedule: Schedule, *, rank: int, step: Step) -> None:
         self.submod = module
         self.stage_index, self.num_stages = number, schedule.num_stages
         self.group_rank, self.group_size = rank, schedule.num_ranks
         self.has_backward = True
-        self._do, self._has_failed = do, has_failed
+        self._step = step
 
     def clear_runtime_states(self) -> None:
         """There are none."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        self._do(Action(Kind.RECEIVE_FORWARD, self.stage_index, fwd_chunk_id))
+        self._step().do(Action(Kind.RECEIVE_FORWARD, self.stage_index, fwd_chunk_id))
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        self._do(Action(Kind.RECEIVE_BACKWARD, self.stage_index, bwd_chunk_id))
+        self._step().do(Action(Kind.RECEIVE_BACKWARD, self.stage_index, bwd_chunk_id))
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -75,17 +73,14 @@ class Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # After a failure others must not train on a part of the sum: they wait, until they hear of it.
-        if not self._has_failed():
+        if self._step().error is None:
             super().perform_reduce_grad(grad_scale_factor)
 
 
-def runtime_of(
-    schedule: Schedule, modules: Mapping[int, nn.Module], rank: int, do: Do, has_failed: Callable[[], bool]
-) -> Any:
+def runtime_of(schedule: Schedule, modules: Mapping[int, nn.Module], rank: int, step: Step) -> Any:
     """Torch's runtime with the rows of `schedule`, for a rank and the stages that it has."""
     by_number = {
-        number: Stage(module, number, schedule, rank=rank, do=do, has_failed=has_failed)
-        for number, module in sorted(modules.items())
+        number: Stage(module, number, schedule, rank=rank, step=step) for number, module in sorted(modules.items())
     }
     rows = [[str(action) for action in row] for row in schedule.actions]
     rows[rank] = _with_gathers(schedule.actions[rank], {number for number, each in modules.items() if is_fsdp(each)})
@@ -95,7 +90,7 @@ def runtime_of(
         every = _ours(action)
         for part in every.parts:
             await_unshard(runtime, by_number[part.stage])
-        do(every)
+        step().do(every)
 
     for kind in (*_KINDS, OVERLAP_F_B):
         runtime.register_custom_function(kind, carry_out)

@@ -26,9 +26,8 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,12 +41,11 @@ from lowtide.tensors.ranks import gather
 Tensors = tuple[torch.Tensor | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Blank:
-    """A tensor that is to come."""
+class _Blank(NamedTuple):
+    """A tensor that is to come, in words that travel."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     requires_grad: bool
     order: tuple[int, ...]
     """Of its dimensions in memory, slowest first: a product of transposed tensors has other bits."""
@@ -56,14 +54,14 @@ class _Blank:
     def of(cls, tensor: torch.Tensor) -> _Blank:
         stride = tensor.stride()
         order = tuple(sorted(range(tensor.ndim), key=lambda dim: -stride[dim]))
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad, order)
 
     def empty(self, device: torch.device) -> torch.Tensor:
         stride, step = [0] * len(self.shape), 1
         for dim in reversed(self.order):
             stride[dim] = step
             step *= max(1, self.shape[dim])
-        return torch.empty_strided(self.shape, stride, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, stride, dtype=getattr(torch, self.dtype), device=device)
 
 
 _Blanks = tuple[_Blank | None, ...]
@@ -207,16 +205,12 @@ class GroupTransport:
         with self._telling(source, f"waited for {expected.send} of it"):
             dist.recv(head, group=self._heads, group_src=source)
         wanted = f"rank {self.rank} stands at {expected.receive}"
-        try:
-            (kind, *place), blanks = json.loads(head.numpy().tobytes())
-        except ValueError:
-            raise PipelineError(f"pipeline: {wanted}, and from rank {source} came no head of a message") from None
+        (kind, *place), blanks = json.loads(head.numpy().tobytes())
         result = Result(Kind(kind), *place)
         if result != expected:
             raise PipelineError(f"pipeline: {wanted}, and rank {source} sent {result.send}")
         return tuple(
-            None if each is None else _Blank(tuple(each[0]), getattr(torch, each[1]), each[2], tuple(each[3]))
-            for each in blanks
+            None if each is None else _Blank(tuple(each[0]), each[1], each[2], tuple(each[3])) for each in blanks
         )
 
     # -- failures ------------------------------------------------------------------------------------------------------
@@ -237,10 +231,7 @@ class GroupTransport:
 
 def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:
     """So many bytes, whatever they say. Raises ConfigError for what they cannot say."""
-    every = [
-        None if each is None else [each.shape, _name(each.dtype), each.requires_grad, each.order] for each in blanks
-    ]
-    text = json.dumps([result, every]).encode()
+    text = json.dumps([result, blanks]).encode()
     if len(text) > HEAD_BYTES:
         raise ConfigError(
             f"pipeline: stage {result.stage} passes on {len(blanks)} tensors, too many for the {HEAD_BYTES} bytes that "
@@ -252,14 +243,10 @@ def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:
 def _told(blanks: _Blanks | None) -> str:
     words = {True: " with a graph", False: ""}
     every = [
-        "nothing" if each is None else f"{_name(each.dtype)}{list(each.shape)}{words[each.requires_grad]}"
+        "nothing" if each is None else f"{each.dtype}{list(each.shape)}{words[each.requires_grad]}"
         for each in blanks or ()
     ]
     return ", ".join(every) or "nothing"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

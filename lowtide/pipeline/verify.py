@@ -23,7 +23,7 @@ Not covered: memory (live_chunks.py), whether both ends agree on shapes, collect
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from lowtide.errors import ConfigError
@@ -215,25 +215,22 @@ def _check_progress(schedule: Schedule, sends_wait: bool) -> None:
                         return need
         return None
 
-    waiting = deque(range(schedule.num_ranks))
-    num_in_vain = 0
-    while waiting and num_in_vain <= len(waiting):
-        rank = waiting.popleft()
-        row, before = schedule.actions[rank], at[rank]
-        while at[rank] < len(row) and stands_for(rank) is None:
-            for action in row[at[rank]].parts:
-                if action.kind.is_send:
-                    there.add(action.carries)
-                elif not with_transfers and (result := action.makes) is not None:
-                    there.add(result)
-            at[rank] += 1
-        if at[rank] < len(row):
-            waiting.append(rank)
-        num_in_vain = 0 if at[rank] > before else num_in_vain + 1
+    before = None
+    while at != before:
+        before = list(at)
+        for rank, row in enumerate(schedule.actions):
+            while at[rank] < len(row) and stands_for(rank) is None:
+                for action in row[at[rank]].parts:
+                    if action.kind.is_send:
+                        there.add(action.carries)
+                    elif not with_transfers and (result := action.makes) is not None:
+                        there.add(result)
+                at[rank] += 1
+    waiting = [rank for rank, row in enumerate(schedule.actions) if at[rank] < len(row)]
     if not waiting:
         return
 
-    rank = min(waiting)
+    rank = waiting[0]
     sentences: dict[int, str] = {}
     """Of each rank on the way, until one comes again: from there on they stand in a circle."""
     while rank not in sentences:

@@ -39,7 +39,6 @@ from lowtide.tensors.private import (
     gathered_parameter,
     gradient_hooks,
     is_fsdp_root,
-    reduce_dtype,
 )
 
 
@@ -101,7 +100,7 @@ def whole_bytes(model: nn.Module) -> tuple[int, int]:
                 whole, shard = local_part(parameter.unsharded_param), local_part(parameter.sharded_param)
                 weights += whole.untyped_storage().nbytes()
                 if whole.requires_grad:
-                    itemsize = (reduce_dtype(group) or whole.dtype).itemsize
+                    itemsize = (group.mp_policy.reduce_dtype or whole.dtype).itemsize
                     gradients += max(0, whole.numel() * itemsize - shard.untyped_storage().nbytes())
         module.reshard()
     return weights, gradients

@@ -619,12 +619,6 @@ def fsdp_groups(module: Any) -> list[Any]:
     return [] if group is None else [group]
 
 
-def reduce_dtype(group: Any) -> torch.dtype | None:
-    """The type in which the gradients of one of `fsdp_groups` wait and are reduced; None: that of its parameters."""
-    dtype: torch.dtype | None = group.mp_policy.reduce_dtype
-    return dtype
-
-
 FSDP_PARTIAL_SUM = "_partial_reduce_output"
 """Attribute of a group of `fsdp_groups`: gradients summed over some ranks, that wait for the others; or None."""
 

@@ -202,12 +202,15 @@ def test_what_the_loss_saves_too_is_no_node_of_its_stage() -> None:
     """Hooks of the stage do not see it: a plan would send it away and free nothing."""
     schedule = make_schedule("dualpipev", num_ranks=1, num_micro_batches=2)
     stages = {stage: nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for stage in range(2)}
-    pipeline = Pipeline(schedule, stages, loss=lambda output, target: (output * output * target).exp().mean())
+    weight = nn.Parameter(torch.ones(8))
+    weight.grad = torch.full((8,), 7.0)
+    pipeline = Pipeline(schedule, stages, loss=lambda output, target: (output * output * weight * target).exp().mean())
     batch = [torch.ones(4, 8), torch.ones(4, 8)]
     _, last = observe_stages(pipeline, batch, batch).values()
     assert not {site.name for site in last.profile.sites} & {"1.tanh", "outside.exp", "outside.mul"}
     turn = last.profile.num_forward_ops
     assert min(last.profile.op_bytes[turn - 1 : turn + 1]) >= 2 * 4 * 8 * 4  # the output, and its exponential
+    assert bool((weight.grad == 7).all())  # nothing is trained with it
 
 
 def test_a_loss_that_is_given_back_has_the_memory_of_its_number() -> None:
@@ -248,6 +251,8 @@ def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment() -> 
             pipeline.step(batch, batch)
             optimizer.step()
             optimizer.zero_grad()
+        # What the last operator saves is of the stage; what the loss saves is not.
+        assert [site.name for site in plans.plans[0].sites] == [f"{number}.addmm" for number in range(4)]
         assert plans.optimizer_swap is not None
         stats = plans.optimizer_swap.stats
         assert stats.swapped_bytes == 5 * 2 * 256 * 256 * 4

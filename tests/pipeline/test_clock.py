@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lowtide.pipeline.clock import Played, play, seconds_by_kind, with_transfers
+from lowtide.pipeline.clock import Played, play, with_transfers
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.schedule import AnyAction, Schedule
+from lowtide.pipeline.schedule import AnyAction, Pair, Schedule
 from tests.support.row_counts import bubble_of, paired_share, peak_live_chunks
 
 SIZES = [(ranks, factor * ranks) for ranks in (2, 4, 8) for factor in (2, 4, 8)] + [(16, 32), (16, 128)]
@@ -30,13 +30,9 @@ def gaps(played: Played) -> tuple[float, ...]:
 
 
 def durations(forward: int, backward_input: int, backward_weight: int, pair: int = 0) -> Callable[[AnyAction], float]:
-    return seconds_by_kind(
-        forward=forward,
-        backward=backward_input + backward_weight,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
-        pair=pair or forward + backward_input + backward_weight,
-    )
+    backward = backward_input + backward_weight
+    seconds = {"F": forward, "B": backward, "I": backward_input, "W": backward_weight}
+    return lambda each: (pair or forward + backward) if isinstance(each, Pair) else seconds[each.kind]
 
 
 def made(name: str, num_ranks: int, num_micro_batches: int, **more: int) -> Schedule:
@@ -206,8 +202,9 @@ def test_the_turn_of_a_v_costs_no_transfer() -> None:
     assert play(schedule, transfer_seconds=10).step_seconds - play(schedule).step_seconds == 4 * 10
 
 
-def test_durations_name_each_kind() -> None:
-    by_kind = {str(action): seconds_by_kind()(action) for row in made("dualpipev", 2, 4).actions for action in row}
+def test_durations_of_diagrams() -> None:
+    played = play(made("dualpipev", 2, 4))
+    by_kind = {str(timed.action): timed.end - timed.start for row in played.rows for timed in row}
     assert [by_kind[word] for word in ("0F0", "3B2", "3I0", "3W0", "(0F3;3B1)OVERLAP_F_B")] == [1, 2, 1, 1, 3]
 
 

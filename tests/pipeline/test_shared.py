@@ -96,9 +96,6 @@ def test_ranks_that_disagree_are_told_by_name(told: dict[str, tuple[Any, ...]]) 
         assert said["model"] == (
             "pipeline: ranks have different model fields: 'rms_norm_eps': rank 0 has 1e-05, rank 1 has 2e-05"
         )
-        assert said["budget"].startswith(
-            "pipeline: a budget cannot be planned for a loss with weights, since they are in no"
-        )
         assert said["fit_stages"] == (
             "ConfigError: pipeline: rank 0 is at fit_stages, and rank 1 at the first step; all ranks must make the "
             "same calls (a budget is for all ranks or for none)"

@@ -486,9 +486,12 @@ def fully_sharded(rank: int, names: list[str]) -> list[str]:
     return different
 
 
-def within_budgets(rank: int, each: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of two pipelines of two ranks whose stages FSDP2 shards: what differs, and what was needed."""
-    return [budget_jobs.budgets(rank, name=how.pop("name"), share=0.75, is_of_plain=True, about=how) for how in each]
+def within_budgets(rank: int, each: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of two pipelines of two ranks with these schedules, stages and rules: what differs, and what was needed."""
+    return [
+        budget_jobs.budgets(rank, name, share=0.75, is_of_plain=True, about={"num_micro_batches": 4, **about}, **rules)
+        for name, about, rules in each
+    ]
 
 
 class Plain(nn.Module):

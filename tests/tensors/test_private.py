@@ -952,10 +952,10 @@ def test_what_fsdp_keeps() -> None:
     assert [len(private.fsdp_groups(module)) for module in (model, model[0], model[2])] == [1, 1, 0]
     group = private.fsdp_groups(model[0])[0]
     assert getattr(group, private.FSDP_PARTIAL_SUM) is None
-    assert private.reduce_dtype(group) is None
+    assert group.mp_policy.reduce_dtype is None
     half = nn.Linear(2, 2)
     fully_shard(half, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
-    assert [private.reduce_dtype(each) for each in private.fsdp_groups(half)] == [torch.float64]
+    assert [each.mp_policy.reduce_dtype for each in private.fsdp_groups(half)] == [torch.float64]
     assert hasattr(group, "post_forward_mesh_info")
     gathered = [private.gathered_parameter(parameter) for parameter in group.fsdp_params]
     assert [tensor.size() for tensor in gathered if tensor is not None] == [(2, 2), (2,)]
