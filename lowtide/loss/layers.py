@@ -178,7 +178,8 @@ class _LayerInBlocks:
         if are_transforms_active() or is_forward_mode():
             raise _refusal(self._name, "torch.func and forward-mode derivatives are not covered")
         given = _Given(self._name, x, args, self._without_cache(kwargs))
-        before, after, _ = self._look(given)
+        inputs = given.inputs_of(args, kwargs)
+        before, after, _ = self._look(given, [each.detach() for each in inputs])
         weights = dict(self._body.named_parameters())
         read = before.read | after.read_after
         first = [name for name, weight in weights.items() if id(weight) in before.read or id(weight) not in read]
@@ -190,11 +191,10 @@ class _LayerInBlocks:
             return tuple(each for group in groups for each in group)
 
         def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
-            heads = inputs[len(given.inputs) :]
+            heads = inputs[given.num_inputs :]
             made = torch.cat(heads, 1) if heads else None
             return given.rows_of(self._run(given, part, inputs, dict(zip(rest, leaves, strict=True)), made).result)
 
-        inputs = list(given.inputs)
         if before.given is not None:
             run = RowWise(run_first, self.rows, len(inputs), _WHAT, _FIX)
             parts = list(run(*inputs, *(weights[name] for name in first)))
@@ -240,16 +240,16 @@ class _LayerInBlocks:
             raise _refusal(self._name, "it writes to what it is given")
         return seam
 
-    def _look(self, given: _Given) -> _Looked:
+    def _look(self, given: _Given, inputs: list[torch.Tensor]) -> _Looked:
         """What the layer does with its first rows. Raises `ConfigError` where these talk to each other."""
-        device = given.inputs[0].device.type
+        device = inputs[0].device.type
         cast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
         kind = (*(part.training for part in self._layer.modules()), *given.beside)
-        is_new, is_fake = kind not in self._tried, isinstance(given.inputs[0], FakeTensor)
+        is_new, is_fake = kind not in self._tried, isinstance(inputs[0], FakeTensor)
         state = take(self._layer, code=True, process=False) if is_new and not is_fake else None
         try:
             with torch.no_grad(), torch.autocast(device, **cast, cache_enabled=False):  # type: ignore[arg-type]
-                seen = (self._trace_first if is_fake else self._run_first)(given, is_new)
+                seen = (self._trace_first if is_fake else self._run_first)(given, inputs, is_new)
         except Exception as error:  # of whatever the module calls
             if state is not None:
                 state.restore()
@@ -260,26 +260,26 @@ class _LayerInBlocks:
         self._tried.add(kind)
         return seen
 
-    def _trace_first(self, given: _Given, is_new: bool) -> _Looked:
-        rows = [each.detach()[:_NUM_TRIED] for each in given.inputs]
+    def _trace_first(self, given: _Given, inputs: list[torch.Tensor], is_new: bool) -> _Looked:
+        rows = [each[:_NUM_TRIED] for each in inputs]
         if is_new and self.row_wise:
             with disable_current_modes(), rows[0].fake_mode, RowsApart(partial(_refusal, self._name)):  # type: ignore[attr-defined]
                 many = [each.new_empty(RowsApart.num_rows, *each.shape[1:]) for each in rows]
                 self._look_at(given, many, slice(0, RowsApart.num_rows))
         return self._look_at(given, rows, slice(0, len(rows[0])))
 
-    def _run_first(self, given: _Given, is_new: bool) -> _Looked:
-        rows = [each.detach()[:_NUM_TRIED].clone() for each in given.inputs]
+    def _run_first(self, given: _Given, inputs: list[torch.Tensor], is_new: bool) -> _Looked:
+        rows = [each[:_NUM_TRIED].clone() for each in inputs]
         seen = self._look_at(given, rows, slice(0, len(rows[0])))
         if not seen[0].needing | seen[1].needing <= {id(weight) for weight in self._body.parameters()}:
             raise _refusal(self._name, "it reads a tensor that needs a gradient and is none of its parameters")
         if is_new:
-            self._try(given, rows, seen)
+            self._try(given, inputs, rows, seen)
         return seen
 
-    def _try(self, given: _Given, rows: list[torch.Tensor], seen: _Looked) -> None:
+    def _try(self, given: _Given, inputs: list[torch.Tensor], rows: list[torch.Tensor], seen: _Looked) -> None:
         """Raises `ConfigError` where another run of a few rows, or a run of a whole block, shows that rows talk."""
-        inputs, num_rows = [each.detach() for each in given.inputs], len(rows[0])
+        num_rows = len(rows[0])
         first = slice(0, num_rows)
         state = take(self._layer, code=True, process=False)
         versions = [version_of(each) for each, _ in state.tensors]
@@ -343,15 +343,20 @@ class _Given:
         for leaf in self.beside:
             if not isinstance(leaf, _PLAIN):
                 raise _refusal(name, f"it is given a {type(leaf).__name__} (for a cache: pass use_cache=False)")
-        wanted = {id(each): each for each in (x, *tensors_in((args, kwargs))) if each is x or each.requires_grad}
-        self.inputs = [self._rows_of(each, is_input=True) for each in wanted.values()]
-        self._places = {key: torch.empty(0) for key in wanted}
+        tensors = [x, *tensors_in((args, kwargs))]
+        self._places = {id(each): torch.empty(0) for each in tensors if each is x or each.requires_grad}
         """In the place of the inputs, which autograd's graph must not hold twice."""
+        self.num_inputs = len(self._places)
 
         def by_rows(tensor: torch.Tensor) -> torch.Tensor:
-            return self._places[id(tensor)] if id(tensor) in wanted else self._rows_of(tensor)
+            return self._places[id(tensor)] if id(tensor) in self._places else self._rows_of(tensor)
 
         self._tree = tree_map_only(torch.Tensor, by_rows, (args, kwargs))
+
+    def inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """By rows, what needs a gradient, the hidden states first."""
+        tensors = {id(each): each for each in tensors_in((args, kwargs))}
+        return [self._rows_of(tensors[key], is_input=True) for key in self._places]
 
     def of_block(self, part: slice, blocks: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for one block, whose rows of the inputs are `blocks`."""

@@ -62,6 +62,7 @@ NOT_CORES = ("accumulate", "failing_backward", "in_closure", "in_flight", "retai
 """What docs/optimizer.md leaves out of updates in backward: several backward passes, and what is looked at between the
 pass and the step."""
 _ROW_BLOCKS = ("pointwise", "gated", "own_norm", "nested", "casts", "tied")
+_DECLARED = ("adapted", "mixed", "talking", "counting", "reparametrized", "dropouts", "checkpointed", "hooked")
 _BLOCKS_TO_REFUSE = ("attention", "in_place", "placed", "lent")
 """In some of their forms."""
 
@@ -86,6 +87,8 @@ class Draw:
     """Of `CLASSES`: the draw is made for it, and ordinary otherwise."""
     rows: int = 0
     """Of `memory.rows`: layers, and head and loss, are in blocks; 0: they are whole."""
+    row_wise: tuple[str, ...] = ()
+    """Of `memory.row_wise`: what is in such blocks in place of layers."""
 
     @property
     def is_lean(self) -> bool:
@@ -107,7 +110,7 @@ class Draw:
         """What the plan must be equal to: plain, or the declared rows without a plan where there are several blocks."""
         num_rows = self.num_samples * TOKENS
         is_one_block = self.rows >= num_rows and not {"sizes", "lengths"} & set(self.sides)
-        return PlainRig() if not self.rows or is_one_block else RowsRig(self.rows)
+        return PlainRig() if not self.rows or is_one_block else RowsRig(self.rows, self.row_wise)
 
     def to_text(self) -> str:
         """One line, to be read by `from_text`."""
@@ -124,7 +127,7 @@ class Draw:
         words = model.get("words")
         words = None if words is None else WordLoss(**words)
         drawn = ModelDraw(layers, frozenset(model["traits"]), model["own_loss"], words)
-        return Draw(**{**fields, "model": drawn, "sides": tuple(fields["sides"])})
+        return Draw(**{**fields, "model": drawn, **{key: tuple(fields[key]) for key in ("sides", "row_wise")}})
 
     def describe(self) -> str:
         """For people."""
@@ -134,7 +137,8 @@ class Draw:
             f"seed {self.seed}: {layers}; traits {', '.join(sorted(self.model.traits)) or 'none'}; "
             f"{'own loss; ' if self.model.own_loss else ''}{words}numbers {self.way}; {self.core}"
             f"{''.join(' + ' + side for side in self.sides)}; {self.optimizer}, state {self.state}; plan {self.plan}"
-            f"{f' in blocks of {self.rows} rows' if self.rows else ''}; "
+            f"{f' in blocks of {self.rows} rows' if self.rows else ''}"
+            f"{' of ' * bool(self.row_wise)}{', '.join(self.row_wise)}; "
             f"engine {self.engine}; {self.num_steps} steps of {self.num_samples} samples"
         )
 
@@ -247,7 +251,31 @@ def with_rows(draw: Draw) -> Draw:
     model = dataclasses.replace(draw.model, layers=layers, traits=draw.model.traits - {"keywords", "shared_list"})
     state = "stays" if draw.state in WEIGHTS else draw.state  # which have the layers' forward already
     rows = max(2, draw.num_samples * TOKENS // r.choice((9, 7, 5, 3, 2, 1))) if r.random() < 0.9 else 10_000
-    return dataclasses.replace(draw, model=model, way="attribute", state=state, rows=rows)
+    draw = dataclasses.replace(draw, model=model, way="attribute", state=state, rows=rows)
+    return _with_row_wise(draw, Random(f"{draw.seed} row_wise")) if draw.seed % 2 else draw
+
+
+def _with_row_wise(draw: Draw, r: Random) -> Draw:
+    """The same with other modules that are declared row-wise: some are, some are not."""
+    others = [*_ROW_BLOCKS, *_BLOCKS_TO_REFUSE, *_DECLARED] if r.random() < 0.5 else _DECLARED
+    layers = tuple(
+        tuple(
+            (r.choice(others), r.randrange(1000)) if name != "wide" and r.random() < 0.6 else (name, seed)
+            for name, seed in layer
+        )
+        for layer in draw.model.layers
+    )
+    row_wise = r.choice(
+        (
+            ("layers",),
+            ("blocks",),
+            ("blocks", "inlet"),
+            ("inlet", "layers.0"),
+            ("blocks.0", "outlet"),
+            ("norm", "out", "up"),
+        )
+    )
+    return dataclasses.replace(draw, model=dataclasses.replace(draw.model, layers=layers), row_wise=row_wise)
 
 
 def _with_words(draw: Draw, words: WordLoss) -> Draw:

@@ -435,7 +435,87 @@ class Lent(nn.Module):
         return self.out(x * self.lent[0].to(x.dtype))
 
 
-ROW_WISE: dict[str, Callable[[Random], nn.Module]] = {"heads": Heads, "placed": Placed, "lent": Lent}
+class Adapted(nn.Module):
+    """A frozen product, and two thin ones beside it; the last may be a row of zeros, as adapters begin."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.base, self.up = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(3, WIDTH, bias=False)
+        self.down, self.drop = nn.Linear(WIDTH, 3, bias=r.random() < 0.3), nn.Dropout(r.choice((0.0, 0.0, 0.2)))
+        if r.random() < 0.3:
+            nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        return self.base(x) + self.up(self.down(self.drop(x)))
+
+
+class Mixed(nn.Module):
+    """Each row weighs products of its own, and may leave one out that no row of a block wants."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.router, self.parts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.leaves_out = r.random() < 0.5
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        wanted = [part for part in range(3) if not self.leaves_out or bool((weights[..., part] > 0.45).any())]
+        return sum((self.parts[part](x) * weights[..., part, None] for part in wanted), x)  # type: ignore[return-value]
+
+
+class Talking(nn.Module):
+    """Rows talk to each other, in one of many ways."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.out, self.norm, self.conv = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Conv1d(WIDTH, WIDTH, 3, 1, 1),
+        )
+        self.way = r.choice(("softmax", "cumsum", "norm", "conv", "mean", "roll", "far"))
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        h, by_channels = self.out(x), x.transpose(-1, -2)
+        ways = {
+            "softmax": lambda: h.softmax(-2),
+            "cumsum": lambda: h.cumsum(-2),
+            "norm": lambda: h + self.norm(by_channels).transpose(-1, -2),
+            "conv": lambda: h + self.conv(by_channels).transpose(-1, -2),
+            "mean": lambda: h - x.mean(-2, keepdim=True),
+            "roll": lambda: h + x.roll(1, -2),
+            "far": lambda: h + x.roll(19, -2),
+        }
+        return ways[self.way]()
+
+
+class Counting(nn.Module):
+    """Something moves with each run."""
+
+    def __init__(self, r: Random) -> None:
+        super().__init__()
+        self.out, self.way, self.runs = nn.Linear(WIDTH, WIDTH), r.choice(("buffer", "number", "mean")), 0
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor, now: Any) -> Tensor:
+        if self.way == "number":
+            self.runs += 1
+        else:
+            with torch.no_grad():
+                self.seen.add_(1 if self.way == "buffer" else x.flatten(0, -2).mean(0))
+        return self.out(x) * (1 + 1e-3 * (self.runs if self.way == "number" else self.seen.to(x.dtype)))
+
+
+ROW_WISE: dict[str, Callable[[Random], nn.Module]] = {
+    "heads": Heads,
+    "placed": Placed,
+    "lent": Lent,
+    "adapted": Adapted,
+    "mixed": Mixed,
+    "talking": Talking,
+    "counting": Counting,
+}
 """Only in draws with layers in blocks of rows."""
 WIDE: dict[str, Callable[[Random], nn.Module]] = {"wide": Wide}
 """Only in draws whose plans move state."""

@@ -69,10 +69,10 @@ class PlainRig:
 
 
 class RowsRig(PlainRig):
-    """No plan, and layers, head and loss in blocks of `rows` rows."""
+    """No plan, and layers, or what is `row_wise`, and head and loss in blocks of `rows` rows."""
 
-    def __init__(self, rows: int) -> None:
-        self._how = MemoryConfig(rows=rows).slices_loss
+    def __init__(self, rows: int, row_wise: tuple[str, ...]) -> None:
+        self._how = MemoryConfig(rows=rows, row_wise=row_wise).slices_loss
         self._blocks = contextlib.ExitStack()
 
     def start(self, model: nn.Module, optimizer: Any) -> None:
@@ -238,7 +238,7 @@ def _rig_of_plan(kind: str, seed: int, draw: Any) -> Rig:
     if kind == "solved":
         profile = _on_twin(draw, _observing(draw))
         plan = random_plan(profile, seed, made=r.choice((0.3, 0.5, 1.0)), swapped=r.choice((0.0, 0.3, 1.0)))
-        rows = {"loss_rows": profile.loss_rows, "layer_rows": profile.layer_rows}
+        rows: dict[str, Any] = {key: getattr(profile, key) for key in ("loss_rows", "layer_rows", "row_wise")}
         plan = dataclasses.replace(plan, loss=profile.loss, optimizer=_placement(draw), **rows)
         return Rig(_applying(plan), draw.engine)
     more: dict[str, Any] = _moving(draw, "swap") | _rows(draw)
@@ -288,7 +288,7 @@ def _moving(draw: Any, state: str) -> dict[str, Any]:
 
 def _rows(draw: Any) -> dict[str, Any]:
     """What `memory` says of blocks of rows."""
-    return {"rows": draw.rows} if draw.rows else {}
+    return {"rows": draw.rows, **({"row_wise": [*draw.row_wise]} if draw.row_wise else {})} if draw.rows else {}
 
 
 def _placement(draw: Any) -> OptimizerPlacement | None:
@@ -302,7 +302,7 @@ def _placement(draw: Any) -> OptimizerPlacement | None:
 def _observing(draw: Any) -> Callable[[nn.Module, Any], Any]:
     """`lowtide.observe`, with the loss in slices, or layers in blocks, as the plan has them."""
     how: dict[str, Any] = {"may": draw.slices_loss, "must": draw.slices_loss}
-    how = MemoryConfig(rows=draw.rows).slices_loss if draw.rows else how
+    how = MemoryConfig(rows=draw.rows, row_wise=draw.row_wise).slices_loss if draw.rows else how
 
     def observe(model: nn.Module, batch: Any) -> Any:
         with attach_where(model, **how):

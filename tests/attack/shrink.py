@@ -39,7 +39,7 @@ def _smaller(draw: Draw) -> Iterator[Draw]:
         if draw.state != "step":
             yield change(state="step")
     if draw.rows:
-        yield change(rows=0)
+        yield change(rows=0, row_wise=())
     if draw.optimizer not in ("sgd", "lbfgs"):
         yield change(optimizer="sgd")
     for side in draw.sides:

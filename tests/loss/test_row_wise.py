@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -455,6 +457,19 @@ def test_without_gradients_it_is_the_models_own_forward() -> None:
         want = model(x)
         with lowtide.apply(model, MEMORY):
             assert same_bits(want, model(x))
+
+
+@pytest.mark.parametrize("kind", ["two in, two out", "called twice"])
+def test_a_graph_holds_what_it_was_given_by_what_it_saved_alone(kind: str) -> None:
+    """Else a plan could send nothing of it away."""
+    model, x = _made(kind)
+    given: list[Any] = []
+    model.tail.register_forward_pre_hook(lambda _, inputs: given.append(weakref.ref(inputs[0].untyped_storage())))
+    take_layers_in_blocks(model, ROWS, ["tail"])
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: (each.shape, each.dtype), lambda _: None):  # type: ignore[arg-type, return-value]
+        loss = model(x)
+    gc.collect()
+    assert loss.grad_fn is not None and [storage() for storage in given] == [None] * model.calls
 
 
 def test_a_checkpoint_around_it_and_in_it() -> None:
