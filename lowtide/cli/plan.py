@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from lowtide.cli import alternatives, plan_cluster
 from lowtide.cli.plan_cluster import NO_BYTES
@@ -46,34 +46,7 @@ from lowtide.units import MIB, format_bytes, parse_bytes
 _MAX_CURVE_POINTS = 1024
 _MOST_BYTES = 256 * MIB
 """Of a plan or a profile: a plan of 1,000 layers has some 20 MB."""
-_PLACES = ("keep", "swap", "auto")
-_STATE_PLACES = (*_PLACES, "in_backward")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
-    alternatives.add_arguments(parser)
-    parser.add_argument(
-        "--budget", metavar="SIZE", help="instead of memory.budget: peak bytes, such as 20GiB, 90%% or auto"
-    )
-    parser.add_argument("--host-budget", metavar="SIZE", help="bytes for swapped activations, instead of the file's")
-    parser.add_argument(
-        "--optimizer",
-        choices=(*_STATE_PLACES, *get_args(OptimizerKind)),
-        help="where its state is between steps; or, with --model, which one it is (adamw)",
-    )
-    parser.add_argument("--weights", choices=_PLACES, help="where those of layers are between their turns")
-    parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="plan from what `lowtide profile` saved")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="write the step as .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
-    )
-    plan_cluster.add_arguments(parser)
+_STATE_PLACES = ("keep", "swap", "auto", "in_backward")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,14 +43,6 @@ _NO_HARDWARE = "--hardware: say for which device: --hardware h100, ascend910b, .
 NO_BYTES = "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, metavar="N", help="plan layouts of so many devices, see 'parallel'")
-    parser.add_argument("--cluster", metavar="NAME", help="what connects them: h800, ideal, ... or a TOML file")
-    parser.add_argument(
-        "--export", nargs=2, metavar=("SYSTEM", "FILE"), help=f"write the layout for {', '.join(_EXPORTS)}"
-    )
-
-
 def is_cluster_requested(settings: RunConfig, args: argparse.Namespace) -> bool:
     is_sharded = settings.is_sharded
     if is_sharded and args.devices is not None:

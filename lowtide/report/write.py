@@ -151,7 +151,7 @@ def page(report: Report) -> str:
         caption = "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so."
         parts += _section("What runs when", caption, svg(draw_lanes, report.played))
     if len(report.sweep) > 1:
-        picture = svg(draw_sweep, report.sweep, report.measured)
+        picture = svg(draw_sweep, report.sweep)
         parts += _section("What other budgets would cost", _sweep_caption(report), picture)
     for table in report.tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
