@@ -28,6 +28,7 @@ from html import escape
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from lowtide.core.plan import plan_table
@@ -157,14 +158,9 @@ def page(report: Report) -> str:
         parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
     if report.plan is not None:
         parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
-    style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(report.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
-        + f'\n<p class="soft">lowtide {__version__}</p>\n</body>\n</html>\n'
-    )
+    body = "\n".join(part for part in parts if part)
+    style, frame = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.html"))
+    return Template(frame).substitute(title=escape(report.title), style=style, body=body, version=__version__)
 
 
 def _sweep_caption(report: Report) -> str:
