@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.plan import check_writable, read_plan, read_profile, write
+from lowtide.cli.plan import check_writable, read_plan, read_profile
 from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.config.source import write_file
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.report.export import export as setting_of
@@ -68,7 +69,7 @@ def export(args: argparse.Namespace) -> int:
     check_writable(args.out)
     text = setting_of(plan, args.to, profile, link=load_hardware(args.hardware or profile.device).link)
     if args.out is not None:
-        write(args.out, text)
+        write_file(args.out, text, where="--out")
     else:
         print(text, end="")
     return 0

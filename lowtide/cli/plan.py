@@ -28,7 +28,7 @@ from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.cluster import report as cluster_report
 from lowtide.config.memory import MemoryConfig, check_unit
 from lowtide.config.run import OptimizerKind, RunConfig
-from lowtide.config.source import read_text
+from lowtide.config.source import read_text, write_file
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.plan import Plan, plan_table
 from lowtide.core.profile import Profile
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if network_of is None else network_of(plan)
     if args.out is not None:
-        write(args.out, plan.to_json())
+        write_file(args.out, plan.to_json(), where="--out")
     if args.json:
         document = _document(plan, profile, rungs, played) | ({"budget_came_from": lines} if lines else {})
         document |= {} if network is None else {"network": plan_cluster.network_document(network)}
@@ -162,7 +162,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
             report = report_of_plan(plan, profile_of(settings), memory, link=hardware.link)
             write_report(report, args.report)
     if args.out is not None and plan is not None:
-        write(args.out, plan.to_json())
+        write_file(args.out, plan.to_json(), where="--out")
     if args.json:
         print(json.dumps(alternatives.document(step, rows, plan, tries)))
     else:
@@ -285,14 +285,6 @@ def check_writable(path: Path | None, option: str = "--out") -> None:
             path.unlink()
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; choose another file") from None
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file that the command line names."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}; choose another file") from None
 
 
 def _amount(option: str, text: str, parse: Callable[[str], Budget]) -> Budget:

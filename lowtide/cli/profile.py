@@ -10,9 +10,10 @@ import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from lowtide.cli.plan import check_writable, write
+from lowtide.cli.plan import check_writable
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.config.source import write_file
 from lowtide.core.profile import Profile, layer_of
 from lowtide.core.text_table import align, layers_label, runs, wrapped
 from lowtide.errors import ConfigError
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             profile = observe_run(settings, say=waiting.say)
     text = profile.to_json()
     if args.out is not None:
-        write(args.out, text)
+        write_file(args.out, text, where="--out")
     print(text if args.json else "\n".join(profile_lines(profile, width_of_stdout())), end="" if args.json else "\n")
     return 0
 

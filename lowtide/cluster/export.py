@@ -27,6 +27,7 @@ from lowtide.cluster.layout import Layout, Question, schedules_of
 from lowtide.cluster.rank import Share
 from lowtide.cluster.search import ClusterPlan, LayoutPlan
 from lowtide.config.run import SCHEDULES
+from lowtide.config.source import write_file
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.report.export import PREFETCH
@@ -45,10 +46,7 @@ def export(plan: ClusterPlan, system: str, path: Path) -> None:
     )
     title = f"# {best.layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
     text = "\n".join([title, *made, ""])
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--export: {path} cannot be written: {error.strerror}; choose another file") from None
+    write_file(path, text, where="--export")
 
 
 # -- MindSpore Transformers ----------------------------------------------------------------------------------------

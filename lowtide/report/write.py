@@ -31,6 +31,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from lowtide.config.source import write_file
 from lowtide.core.plan import plan_table
 from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
@@ -154,8 +155,8 @@ def page(report: Report) -> str:
     if len(report.sweep) > 1:
         picture = svg(draw_sweep, report.sweep)
         parts += _section("What other budgets would cost", _sweep_caption(report), picture)
-    for table in report.tables:
-        parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
+    for title, caption, rows in report.tables:
+        parts += [f"<h2>{escape(title)}</h2>", f'<p class="soft">{escape(caption)}</p>', _table(rows)]
     if report.plan is not None:
         parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
     body = "\n".join(part for part in parts if part)
@@ -228,12 +229,7 @@ def write_report(report: Report, path: str | os.PathLike[str]) -> Path:
     """Write `report` as HTML, as a trace for Perfetto, as a memory snapshot for PyTorch's viewer, or as JSON. Raises
     ConfigError where that cannot be."""
     check_form(path)
-    try:
-        Path(path).write_bytes(_content(report, os.fspath(path)))
-    except OSError as error:
-        raise ConfigError(
-            f"report: {os.fspath(path)} cannot be written: {error.strerror}; choose another file"
-        ) from None
+    write_file(path, _content(report, os.fspath(path)), where="report")
     return Path(path)
 
 
