@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     settings = dataclasses.replace(settings, memory=wanted)  # what is traced follows the budget: the loss in slices
     if is_of_model or args.largest is not None:
         return _run_alternatives(settings, args)
+    if settings.is_sharded:
+        plan_cluster.check_sharded(settings, args)
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
