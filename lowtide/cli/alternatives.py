@@ -67,22 +67,6 @@ class Alternative:
     """The operator that sets the least peak, where it was asked for."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="instead of a run file: a config.json, a folder, or a model of Hugging Face's cache",
-    )
-    parser.add_argument("--batch", type=int, metavar="N", help="with --model: sequences in a micro-batch (1)")
-    parser.add_argument("--sequence", type=int, metavar="N", help="with --model: tokens of a sequence (2048)")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="with --model: LoRA on all linear layers, with peft")
-    parser.add_argument(
-        "--precision", choices=("bf16", "bf16_autocast", "float32"), help="with --model: as train.precision (bf16)"
-    )
-    parser.add_argument("--rows", type=int, metavar="N", help="with --model: layers, head and loss in blocks of N rows")
-    parser.add_argument("--largest", choices=("batch", "sequence"), help="find the largest that fits, for each way")
-
-
 def is_of_model(args: argparse.Namespace) -> bool:
     """Whether a model is asked about, without a run file. Raises `ConfigError` for neither, and for both."""
     if args.model is None:
@@ -133,18 +117,16 @@ class AskedStep:
     hardware: Hardware
     budget_bytes: int
     say: Callable[[str], None]
-    known: tuple[str, float] | None = None
-    """The model's class, and floating point operations of its products, where no trace is needed for these."""
 
     @functools.cached_property
     def plain(self) -> Profile:
         """Its profile."""
         return self._traced(self.hardware)
 
-    @functools.cached_property
+    @property
     def flops(self) -> float:
         """Of the products of forward and backward."""
-        return sum(self.counted.op_seconds) if self.known is None else self.known[1]
+        return sum(self.counted.op_seconds)
 
     @functools.cached_property
     def counted(self) -> Profile:
@@ -155,8 +137,7 @@ class AskedStep:
     def names(self) -> tuple[str, str]:
         """Of the model, and of its batch."""
         shape = [self.run.train.batch_size, self.run.data.sequence_length]
-        batch = f"input_ids=int64{shape}, labels=int64{shape}"
-        return (self.plain.model if self.known is None else self.known[0]), batch
+        return self.counted.model, f"input_ids=int64{shape}, labels=int64{shape}"
 
     def _traced(self, hardware: Hardware) -> Profile:
         from lowtide.cli.run_step import trace_run
@@ -239,23 +220,11 @@ def largest(
     rows: list[Alternative] = []
     tries: dict[int, Alternative] = {}
 
-    def asked(size: int) -> AskedStep:
-        grown_run = _grown(run, grown, size)
-        return AskedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
-
-    @functools.cache
-    def a_token() -> tuple[str, float, float]:
-        small = _UNIT[grown]
-        one, two = asked(small), asked(2 * small)
-        growth = (two.flops / 2 - one.flops) / small**2
-        return one.counted.model, one.flops / small - growth * small, growth
-
     @functools.cache
     def step_of(size: int) -> AskedStep:
-        """Products grow with the size, and those of attention with its square: two sizes tell all others."""
         say(f"trying a {grown} of {size:,}")
-        model, flops, growth = a_token()
-        return dataclasses.replace(asked(size), known=(model, (flops + growth * size) * size))
+        grown_run = _grown(run, grown, size)
+        return AskedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
 
     def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
         step = step_of(size or unit)

@@ -1,4 +1,4 @@
-"""The short commands: `doctor`, `export`, `report` and `train`, each with a function that adds its arguments.
+"""The short commands: `doctor`, `export`, `report` and `train`.
 
 What: `lowtide doctor` says whether this machine is ready, what is in the way, and how to mend it (exit status 1 if
 something is bad). `lowtide export PLAN.json --to SYSTEM --profile FILE` prints the nearest setting that another
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.plan import check_writable, read_plan, read_profile, write
+from lowtide.cli.plan import check_writable, read_plan, read_profile
 from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.config.source import write_file
 from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
-from lowtide.report.export import SYSTEMS
 from lowtide.report.export import export as setting_of
 from lowtide.report.write import check_form, write_report
 from lowtide.timeline.hardware import load_hardware
@@ -32,12 +32,6 @@ if TYPE_CHECKING:
     from lowtide.report.doctor import Finding
 
 _CLONE = Path(__file__).parents[2]
-
-
-def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--disk", metavar="PATH", help="the directory to swap to, as memory.disk_path")
-    parser.add_argument("--no-measure", action="store_true", help="leave out the link, which takes about two seconds")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -64,17 +58,6 @@ def _findings(findings: Sequence[Finding], width: int | None) -> list[str]:
     return wrapped(lines, width, indent=" " * (widest + 8))
 
 
-def export_arguments(parser: argparse.ArgumentParser) -> None:
-
-    parser.add_argument("plan", type=Path, metavar="PLAN.json", help="a plan, as `lowtide plan --out` writes it")
-    parser.add_argument("--to", choices=SYSTEMS, required=True, help="the framework")
-    parser.add_argument(
-        "--profile", type=Path, required=True, metavar="FILE", help="the profile that the plan was made for"
-    )
-    parser.add_argument("--hardware", metavar="NAME", help="whose link carries copies: h200, ascend910b, ...")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there, instead of to stdout")
-
-
 def export(args: argparse.Namespace) -> int:
     """Prints, or writes, the setting. Raises `ConfigError` for mistakes."""
     plan, profile = read_plan(args.plan), read_profile(args.profile)
@@ -86,20 +69,10 @@ def export(args: argparse.Namespace) -> int:
     check_writable(args.out)
     text = setting_of(plan, args.to, profile, link=load_hardware(args.hardware or profile.device).link)
     if args.out is not None:
-        write(args.out, text)
+        write_file(args.out, text, where="--out")
     else:
         print(text, end="")
     return 0
-
-
-def report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="train.output_dir of the run; it may still go on")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write there instead of RUN_DIR/report.html: .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
-    )
 
 
 def report(args: argparse.Namespace) -> int:

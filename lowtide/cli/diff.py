@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from lowtide.cli.plan import read_plan
@@ -26,12 +25,6 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.text_table import align, layers_label, plural, runs, wrapped
 from lowtide.units import format_bytes, format_seconds
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path, metavar="A.json", help="a plan, as `lowtide plan --out` writes it")
-    parser.add_argument("second", type=Path, metavar="B.json", help="another one")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,20 +29,6 @@ from lowtide.mindformers.schema.aliases import layer_tree
 from lowtide.units import format_bytes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN.yaml", help="a file with recompute_config or swap_config")
-    parser.add_argument("--num-layers", type=int, metavar="N", help="layers of the model, instead of the file's")
-    parser.add_argument("--pp", type=int, metavar="P", help="pipeline stages, instead of the file's")
-    parser.add_argument("--vpp", type=int, metavar="V", help="chunks of each stage, instead of the file's")
-    parser.add_argument(
-        "--offset",
-        metavar="TABLE",
-        help="extra layers of each stage, such as '[0, 1]', instead of the file's",
-    )
-    parser.add_argument("--no-bytes", action="store_true", help="names and numbers only: no step is traced")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints what the sections mean. Raises `ConfigError` for mistakes."""
     root = read_yaml(args.run)

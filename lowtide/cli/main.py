@@ -1,8 +1,7 @@
-"""The `lowtide` command: a table of subcommands, whose files are imported when they are asked for.
+"""The `lowtide` command: subcommands and their options from one table, commands.toml.
 
-Why so late: torch takes seconds to import, and `lowtide --help` must answer at once. A command's own file is imported
-only when that command is run or its help is asked for; it offers `add_arguments(parser)` and `run(args) -> int`, and
-imports torch inside `run`.
+Why a table: torch takes seconds to import, and `--help` must answer at once. A command's own file is imported when the
+command runs; its function `run(args) -> int` imports torch inside.
 
 Exit status: what the command returns; 2 for a mistake of the user (one line on stderr); 130 after Ctrl-C.
 """
@@ -14,8 +13,10 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.version import __version__
@@ -31,26 +32,15 @@ EXTRAS = {
 """What an installation of lowtide alone, or one without what it depends on, lacks -> what to install."""
 
 
-_SHORT = "lowtide.cli.commands"
-COMMANDS = {
-    "diff": ("lowtide.cli.diff", "say what one plan does otherwise than another"),
-    "doctor": (_SHORT, "say whether this machine is ready, and what is in the way"),
-    "explain": ("lowtide.cli.explain", "say what recompute_config and swap_config mean, layer by layer"),
-    "export": (_SHORT, "say a plan in the words of another framework"),
-    "plan": ("lowtide.cli.plan", "find the fastest plan within a budget, without running a step"),
-    "profile": ("lowtide.cli.profile", "look at one training step, and save what was seen"),
-    "report": (_SHORT, "write what a run did as one HTML file, a trace or data"),
-    "train": (_SHORT, "train a model as a run file says"),
-}
-"""By name: the module of a subcommand, and its help."""
+COMMANDS: Mapping[str, Any] = tomllib.loads((Path(__file__).parent / "commands.toml").read_text(encoding="utf-8"))
+"""By name: `run`, `help` and `options` of a subcommand; `arguments`, which adds those that stand elsewhere."""
+_TYPES = {"int": int, "path": Path}
 
 
-def functions_of(name: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[..., int]]:
-    """What adds the arguments of a command, and what runs it."""
-    module = importlib.import_module(COMMANDS[name][0])
-    if COMMANDS[name][0] == _SHORT:
-        return getattr(module, f"{name}_arguments"), getattr(module, name)
-    return module.add_arguments, module.run
+def _function(place: str) -> Callable[..., Any]:
+    """`doctor` of commands.py for `commands:doctor`."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"lowtide.cli.{module}"), name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(arguments)
-        return int(functions_of(args.command)[1](args))
+        return int(_function(COMMANDS[args.command]["run"])(args))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
@@ -106,11 +96,24 @@ def parsers(asked: str | None) -> tuple[argparse.ArgumentParser, dict[str, argpa
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
     adder = parser.add_subparsers(dest="command", metavar="command", required=True)
     found: dict[str, argparse.ArgumentParser] = {}
-    for name, (_, text) in COMMANDS.items():
+    for name, command in COMMANDS.items():
+        text = command["help"]
         found[name] = adder.add_parser(name, help=text, description=text.capitalize() + ".")
         if name == asked:
-            functions_of(name)[0](found[name])
+            _add_options(found[name], command)
     return parser, found
+
+
+def _add_options(parser: argparse.ArgumentParser, command: Mapping[str, Any]) -> None:
+    for name, option in command.get("options", {}).items():
+        how = dict(option)
+        if "type" in how:
+            how["type"] = _TYPES[how["type"]]
+        if isinstance(how.get("metavar"), list):
+            how["metavar"] = tuple(how["metavar"])
+        parser.add_argument(name, **how)
+    if "arguments" in command:
+        _function(command["arguments"])(parser)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from lowtide.cli import alternatives, plan_cluster
 from lowtide.cli.plan_cluster import NO_BYTES
@@ -28,7 +28,7 @@ from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.cluster import report as cluster_report
 from lowtide.config.memory import MemoryConfig, check_unit
 from lowtide.config.run import OptimizerKind, RunConfig
-from lowtide.config.source import read_text
+from lowtide.config.source import read_text, write_file
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.plan import Plan, plan_table
 from lowtide.core.profile import Profile
@@ -46,34 +46,7 @@ from lowtide.units import MIB, format_bytes, parse_bytes
 _MAX_CURVE_POINTS = 1024
 _MOST_BYTES = 256 * MIB
 """Of a plan or a profile: a plan of 1,000 layers has some 20 MB."""
-_PLACES = ("keep", "swap", "auto")
-_STATE_PLACES = (*_PLACES, "in_backward")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
-    alternatives.add_arguments(parser)
-    parser.add_argument(
-        "--budget", metavar="SIZE", help="instead of memory.budget: peak bytes, such as 20GiB, 90%% or auto"
-    )
-    parser.add_argument("--host-budget", metavar="SIZE", help="bytes for swapped activations, instead of the file's")
-    parser.add_argument(
-        "--optimizer",
-        choices=(*_STATE_PLACES, *get_args(OptimizerKind)),
-        help="where its state is between steps; or, with --model, which one it is (adamw)",
-    )
-    parser.add_argument("--weights", choices=_PLACES, help="where those of layers are between their turns")
-    parser.add_argument("--hardware", metavar="NAME", help="plan for this device: h200, ascend910b, ... or a TOML file")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="plan from what `lowtide profile` saved")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan there, for lowtide.Plan.from_json")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="write the step as .html, .trace.json (Perfetto), .pickle (memory_viz), .json",
-    )
-    plan_cluster.add_arguments(parser)
+_STATE_PLACES = ("keep", "swap", "auto", "in_backward")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     settings = dataclasses.replace(settings, memory=wanted)  # what is traced follows the budget: the loss in slices
     if is_of_model or args.largest is not None:
         return _run_alternatives(settings, args)
+    if settings.is_sharded:
+        plan_cluster.check_sharded(settings, args)
     with Waiting() as waiting, _stdout_kept_clean():
         waiting.say("starting")
         profile, link = _profile_and_link(settings, args, waiting)
@@ -116,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
         network = None if network_of is None else network_of(plan)
     if args.out is not None:
-        write(args.out, plan.to_json())
+        write_file(args.out, plan.to_json(), where="--out")
     if args.json:
         document = _document(plan, profile, rungs, played) | ({"budget_came_from": lines} if lines else {})
         document |= {} if network is None else {"network": plan_cluster.network_document(network)}
@@ -189,7 +164,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
             report = report_of_plan(plan, profile_of(settings), memory, link=hardware.link)
             write_report(report, args.report)
     if args.out is not None and plan is not None:
-        write(args.out, plan.to_json())
+        write_file(args.out, plan.to_json(), where="--out")
     if args.json:
         print(json.dumps(alternatives.document(step, rows, plan, tries)))
     else:
@@ -312,14 +287,6 @@ def check_writable(path: Path | None, option: str = "--out") -> None:
             path.unlink()
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; choose another file") from None
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file that the command line names."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}; choose another file") from None
 
 
 def _amount(option: str, text: str, parse: Callable[[str], Budget]) -> Budget:

@@ -43,14 +43,6 @@ _NO_HARDWARE = "--hardware: say for which device: --hardware h100, ascend910b, .
 NO_BYTES = "--budget: must be more than 0 bytes; write e.g. --budget 20GiB"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, metavar="N", help="plan layouts of so many devices, see 'parallel'")
-    parser.add_argument("--cluster", metavar="NAME", help="what connects them: h800, ideal, ... or a TOML file")
-    parser.add_argument(
-        "--export", nargs=2, metavar=("SYSTEM", "FILE"), help=f"write the layout for {', '.join(_EXPORTS)}"
-    )
-
-
 def is_cluster_requested(settings: RunConfig, args: argparse.Namespace) -> bool:
     is_sharded = settings.is_sharded
     if is_sharded and args.devices is not None:
@@ -86,7 +78,7 @@ def make_question(settings: RunConfig, args: argparse.Namespace) -> Question:
     if args.hardware is None:
         raise ConfigError(_NO_HARDWARE)
     hardware = load_hardware(args.hardware)
-    cluster = load_cluster(args.cluster or config.cluster or args.hardware)
+    cluster = _cluster_of(config, args)
     if config.precision == "fp8" and "float8" not in hardware.flops_per_second:
         raise ConfigError(
             f"{config.place_of('precision')}: 'parallel.precision' is fp8, but {hardware.name} has no rate for it; "
@@ -183,13 +175,8 @@ def _fates(memory: MemoryConfig) -> tuple[Fate, ...]:
 # -- one rank of a fully sharded model ---------------------------------------------------------------------------------
 
 
-def sharded_rank(
-    settings: RunConfig, args: argparse.Namespace, whole: Profile
-) -> tuple[Profile, Callable[[Plan], NetworkStep]]:
-    """The step of one of the ranks that share the model, `whole` of which was traced; and the step that a plan of it
-    makes, with the network. Raises `ConfigError` for what cannot be planned so."""
-    from lowtide.cli.run_step import layer_bytes, sharding_of
-
+def check_sharded(settings: RunConfig, args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what cannot be planned of one rank, before a step is traced."""
     config = settings.parallel
     assert config is not None
     if settings.memory is not None and settings.memory.optimizer == "in_backward":
@@ -212,9 +199,25 @@ def sharded_rank(
         )
     if args.hardware is None:
         raise ConfigError(_NO_HARDWARE)
+    _cluster_of(config, args)
+
+
+def _cluster_of(config: ParallelConfig, args: argparse.Namespace) -> Cluster:
+    return load_cluster(args.cluster or config.cluster or args.hardware)
+
+
+def sharded_rank(
+    settings: RunConfig, args: argparse.Namespace, whole: Profile
+) -> tuple[Profile, Callable[[Plan], NetworkStep]]:
+    """The step of one of the ranks that share the model, `whole` of which was traced; and the step that a plan of it
+    makes, with the network."""
+    from lowtide.cli.run_step import layer_bytes, sharding_of
+
+    config = settings.parallel
+    assert config is not None and config.data is not None
     sharding = sharding_of(settings, config.data, config.replicas or 1)
     sizes = layer_bytes(settings, whole.layers)
-    cluster, hardware = load_cluster(args.cluster or config.cluster or args.hardware), load_hardware(args.hardware)
+    cluster, hardware = _cluster_of(config, args), load_hardware(args.hardware)
 
     def network_of(plan: Plan) -> NetworkStep:
         assert plan.predicted is not None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
-from lowtide.cli.plan import check_writable, write
+from lowtide.cli.plan import check_writable
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.config.source import write_file
 from lowtide.core.profile import Profile, layer_of
 from lowtide.core.text_table import align, layers_label, runs, wrapped
 from lowtide.errors import ConfigError
@@ -22,14 +22,6 @@ from lowtide.units import format_bytes, format_seconds
 
 _NUM_TOP_SITES = 8
 _OUTSIDE = "outside layers"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN.yaml", help="the run file: sections model, data, train, memory")
-    parser.add_argument("--fake", action="store_true", help="trace with fake tensors: no weights, no device")
-    parser.add_argument("--hardware", metavar="NAME", help="with --fake: whose roofline gives the times")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="save the profile there")
-    parser.add_argument("--json", action="store_true", help="print the profile instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             profile = observe_run(settings, say=waiting.say)
     text = profile.to_json()
     if args.out is not None:
-        write(args.out, text)
+        write_file(args.out, text, where="--out")
     print(text if args.json else "\n".join(profile_lines(profile, width_of_stdout())), end="" if args.json else "\n")
     return 0
 

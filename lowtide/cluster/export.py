@@ -21,20 +21,20 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lowtide.cluster.layout import Layout, Question, schedules_of
 from lowtide.cluster.rank import Share
 from lowtide.cluster.search import ClusterPlan, LayoutPlan
 from lowtide.config.run import SCHEDULES
+from lowtide.config.source import write_file
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.report.export import PREFETCH
 from lowtide.units import format_bytes
 
-_NAMES: Mapping[str, Mapping[str, Sequence[str]]] = tomllib.loads(
-    (Path(__file__).parent / "names.toml").read_text(encoding="utf-8")
-)
-"""What other systems call an activation."""
+_NAMES: Mapping[str, Any] = tomllib.loads((Path(__file__).parent / "names.toml").read_text(encoding="utf-8"))
+"""What other systems call an activation, and what their files begin with."""
 
 
 def export(plan: ClusterPlan, system: str, path: Path) -> None:
@@ -46,10 +46,7 @@ def export(plan: ClusterPlan, system: str, path: Path) -> None:
     )
     title = f"# {best.layout}, planned by lowtide for {question.devices} x {question.hardware.name}."
     text = "\n".join([title, *made, ""])
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--export: {path} cannot be written: {error.strerror}; choose another file") from None
+    write_file(path, text, where="--export")
 
 
 # -- MindSpore Transformers ----------------------------------------------------------------------------------------
@@ -80,24 +77,16 @@ def mindformers_lines(question: Question, plan: LayoutPlan) -> Iterator[str]:
     offset = _cells([count - question.shape.num_layers // layout.num_stages for count in plan.num_layers], layout, is_v)
     yield "# What this file cannot say:"
     yield from (f"# - {line}" for line in _unsaid(question, plan, by_layer))
-    yield "parallel_config:"
-    yield f"  data_parallel: {layout.data}"
-    yield f"  model_parallel: {layout.tensor}"
-    yield f"  context_parallel: {layout.context}"
-    yield f"  expert_parallel: {layout.expert}"
-    yield f"  pipeline_stage: {layout.pipeline}"
-    yield f"  micro_batch_num: {plan.num_micro_batches}"
-    yield f"  use_seq_parallel: {_word(question.config.sequence_parallel and layout.tensor > 1)}"
-    yield "parallel:"
-    yield f"  enable_parallel_optimizer: {_word(layout.optimizer_shards > 1)}"
-    yield "  pipeline_config:"
-    yield f"    pipeline_interleave: {_word(layout.interleave > 1)}"
-    yield f'    pipeline_scheduler: "{scheduler}"'
-    yield "model:"
-    yield "  model_config:"
-    yield f"    num_layers: {question.shape.num_layers}"
-    yield f"    pp_interleave_num: {layout.interleave}"
-    yield f"    offset: {offset if layout.interleave > 1 else offset[0]}"
+    yield _NAMES["files"]["mindformers"].format(
+        layout=layout,
+        micro_batches=plan.num_micro_batches,
+        splits_sequence=_word(question.config.sequence_parallel and layout.tensor > 1),
+        has_shards=_word(layout.optimizer_shards > 1),
+        interleaves=_word(layout.interleave > 1),
+        scheduler=scheduler,
+        num_layers=question.shape.num_layers,
+        offset=offset if layout.interleave > 1 else offset[0],
+    )
     yield from _sections(question, plan, by_layer, is_v=is_v)
 
 

@@ -301,31 +301,27 @@ def _made(name: str, num_ranks: int, interleave: int, num_micro_batches: int, pe
 
 def layouts(question: Question) -> tuple[list[Layout], Fault | None]:
     """All layouts that can be; and where there are none, what is wrong with the first that has the right size."""
-    found: list[Layout] = []
-    faults: list[Fault] = []
-    for layout in _candidates(question):
-        wrong = fault(layout, question)
-        if wrong is None:
-            found.append(layout)
-        else:
-            faults.append(wrong)
-    if found:
+    judged = [(layout, fault(layout, question)) for layout in _candidates(question)]
+    if found := [layout for layout, wrong in judged if wrong is None]:
         return found, None
+    faults = [wrong for _, wrong in judged if wrong is not None]
     if not faults:
         written = ", ".join(f"{key} {value}" for key, value in question.config.pinned().items())
         faults = [("devices", f"no sizes with {written} multiply to {question.devices} devices; leave one of them out")]
-    return found, next((wrong for wrong in faults if wrong[0] != "data"), faults[0])
+    return [], next((wrong for wrong in faults if wrong[0] != "data"), faults[0])
 
 
 def _candidates(question: Question) -> Iterator[Layout]:
     config, shape, devices = question.config, question.shape, question.devices
     pinned, node_devices = config.pinned(), question.cluster.node_devices
     powers = [1 << power for power in range(node_devices.bit_length()) if 1 << power <= node_devices]
-    tensors = [pinned["tensor"]] if "tensor" in pinned else powers
     contexts = [1 << power for power in range(12) if question.sequence_length >> power >= _LEAST_TOKENS] or [1]
-    if "context" in pinned:
-        contexts = [pinned["context"]]
-    pipelines = [pinned["pipeline"]] if "pipeline" in pinned else _divisors(devices, shape.num_layers + 2)
+
+    def free(key: str, values: list[int]) -> list[int]:
+        return [pinned[key]] if key in pinned else values
+
+    tensors, contexts = free("tensor", powers), free("context", contexts)
+    pipelines = free("pipeline", _divisors(devices, shape.num_layers + 2))
     for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
         group = tensor * context * pipeline
         if "data" in pinned:
@@ -337,21 +333,13 @@ def _candidates(question: Question) -> Iterator[Layout]:
         else:
             continue
         experts = shape.experts.num if shape.experts else 1
-        expert_ranks = [pinned["expert"]] if "expert" in pinned else _divisors(experts, data * context * tensor)
-        for expert, (schedule, interleave) in itertools.product(
-            expert_ranks, _schedules(config, pipeline, has_exchange=experts > 1)
-        ):
+        sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
+        expert_ranks = free("expert", _divisors(experts, data * context * tensor))
+        schedules = _schedules(config, pipeline, has_exchange=experts > 1)
+        for expert, (schedule, interleave) in itertools.product(expert_ranks, schedules):
             if expert == 1 and SCHEDULES[schedule].has_pairs and config.schedule == "auto":
                 continue  # there is nothing that pairs could hide
-            made = Layout(
-                tensor=tensor,
-                pipeline=pipeline,
-                interleave=interleave,
-                expert=expert,
-                context=context,
-                data=data,
-                schedule=schedule,
-            )
+            made = Layout(**sizes, expert=expert, schedule=schedule, interleave=interleave)
             yield dataclasses.replace(made, optimizer_shards=pinned.get("optimizer_shards", made.shared_ranks))
 
 

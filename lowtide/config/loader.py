@@ -35,6 +35,7 @@ from lowtide.config.source import (
     RawEntry,
     RawValue,
     join_path,
+    nearest,
     read_mapping,
     shown,
     too_many_digits,
@@ -77,11 +78,8 @@ class Locations:
 
     def of(self, path: str) -> str:
         """The place of `swap[0].match`, or of the nearest thing around it; the full dotted path if it was not read."""
-        around = path
-        while around:
-            if around in self.places:
-                return self.places[around]
-            around = around[: max(around.rfind("."), around.rfind("["), 0)]
+        if around := nearest(path, self.places):
+            return self.places[around]
         if not path:
             return self.places.get("", self.prefix)
         return join_path(self.prefix, path)

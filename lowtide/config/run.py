@@ -72,21 +72,22 @@ AXES = ("tensor", "pipeline", "interleave", "expert", "context", "data", "optimi
 """The keys that are sizes of a layout, in the order in which they are printed."""
 _BESIDE_SHARD = ("shard", "replicas", "tensor", "data", "cluster", "places")
 _MOST_RANKS = 2**24
-_MOST = {
-    "steps": 10**15,
-    "batch_size": 2**20,
-    "grad_accumulation": 2**20,
-    "expert_parallel": 2**20,
-    "tensor_parallel": 2**20,
-    "stages": 4096,
-    "micro_batches": 65536,
-    "warmup_steps": 10**15,
-    "log_every": 10**15,
-    "checkpoint_every": 10**15,
-    "threads": 1024,
-    "sequence_length": 2**26,
+_BOUNDS = {
+    "steps": (1, 10**15),
+    "batch_size": (1, 2**20),
+    "grad_accumulation": (1, 2**20),
+    "expert_parallel": (1, 2**20),
+    "tensor_parallel": (1, 2**20),
+    "stages": (1, 4096),
+    "micro_batches": (1, 65536),
+    "log_every": (1, 10**15),
+    "checkpoint_every": (1, 10**15),
+    "threads": (1, 1024),
+    "warmup_steps": (0, 10**15),
+    "weight_decay": (0, float("inf")),
+    "sequence_length": (2, 2**26),
 }
-"""What no run has more of. Below, a wrong number costs a message; above, it would cost the machine's memory."""
+"""What no run has less or more of. Below, a wrong number costs a message; above, it would cost the machine's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ class DataConfig:
     sequence_length: int = 256
 
     def __post_init__(self) -> None:
-        _within(self, "sequence_length", 2)
+        _check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,19 +168,7 @@ class TrainConfig:
     """Threads of the CPU; null: torch's choice."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "grad_accumulation",
-            "expert_parallel",
-            "tensor_parallel",
-            "log_every",
-            "checkpoint_every",
-            "threads",
-        ):
-            _within(self, name, 1)
-        _within(self, "warmup_steps", 0)
-        _within(self, "weight_decay", 0)
+        _check_bounds(self)
         for name in ("learning_rate", "clip_grad_norm"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -275,8 +264,7 @@ class PipelineConfig:
     """Whether the halves of a pair take turns, so that each hides the other's exchange of rows between experts."""
 
     def __post_init__(self) -> None:
-        for name in ("stages", "micro_batches"):
-            _within(self, name, 1)
+        _check_bounds(self)
         if isinstance(self.layers, tuple) and (not self.layers or min(self.layers) < 1):
             raise FieldError("layers", "must be one number of layers for each stage, each at least 1")
 
@@ -325,9 +313,10 @@ class RunConfig(RunFile):
         return self.train.checkpoint_dir or self.output_dir / "checkpoints"
 
 
-def _within(config: Any, name: str, lowest: int) -> None:
-    value = getattr(config, name)
-    if value is not None and not lowest <= value < float("inf"):
-        raise FieldError(name, f"must be at least {lowest}, not {value}")
-    if value is not None and value > _MOST.get(name, value):
-        raise FieldError(name, f"must be at most {_MOST[name]}, not {value}")
+def _check_bounds(config: Any) -> None:
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(config, name, None)
+        if value is not None and not least <= value < float("inf"):
+            raise FieldError(name, f"must be at least {least}, not {value}")
+        if value is not None and value > most:
+            raise FieldError(name, f"must be at most {most}, not {value}")

@@ -18,6 +18,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import yaml
@@ -150,6 +151,23 @@ def read_text(path: str | os.PathLike[str], *, most_bytes: int, where: str = "")
         return content.decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{where}{name}: this is not a text file; save it as UTF-8") from None
+
+
+def write_file(path: str | os.PathLike[str], content: str | bytes, *, where: str) -> None:
+    """Writes a file that a user has named, `where` says with what."""
+    try:
+        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: {os.fspath(path)} cannot be written: {error.strerror}; choose another file"
+        ) from None
+
+
+def nearest(path: str, places: Mapping[str, str]) -> str:
+    """`path` if it has a place, or the nearest thing around it that has one; empty where nothing has."""
+    while path and path not in places:
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return path
 
 
 def read_yaml(path: str | os.PathLike[str]) -> RawValue:

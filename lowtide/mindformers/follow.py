@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.config.source import read_yaml
 from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
@@ -32,9 +33,10 @@ from lowtide.errors import ConfigError
 from lowtide.loss.attach import attach_where
 from lowtide.mindformers.plan import names_of_layers, plan_sections, with_own_groups
 from lowtide.mindformers.plan_rows import FilePlan, table
-from lowtide.mindformers.schema import Resolution, Sections
-from lowtide.mindformers.schema.grid import make_grid
+from lowtide.mindformers.schema import Resolution, Sections, has_sections, read_sections
+from lowtide.mindformers.schema.file import SECTIONS
 from lowtide.mindformers.schema.issues import Issues, layers_text
+from lowtide.mindformers.schema.newer import is_newer
 from lowtide.mindformers.sharding import KEY_SLICES, resharded, slice_instead_of, tensor_parallel_group
 from lowtide.pipeline.schedule import Schedule, as_v
 from lowtide.profiling.layers import find_layers, is_numbered, named_layers
@@ -304,11 +306,6 @@ class FilePlans:
 
 def sections_in(memory: Any) -> Sections | None:
     """The two sections, if that is what `memory` is: a file with one of them, a mapping with them, or `Sections`."""
-    from lowtide.config.source import read_yaml
-    from lowtide.mindformers.schema import has_sections, read_sections
-    from lowtide.mindformers.schema.file import SECTIONS
-    from lowtide.mindformers.schema.newer import is_newer
-
     if isinstance(memory, Sections):
         return memory
     if isinstance(memory, Mapping):
@@ -328,16 +325,9 @@ def sections_in(memory: Any) -> Sections | None:
 
 def layers_by_offset(sections: Sections, schedule: Schedule, num_layers: int) -> list[int]:
     """How many layers each stage has, by the file's `offset`."""
-    of_stages = sections_of_stages(sections, schedule, num_layers)
-    grid = make_grid(
-        num_layers,
-        of_stages.pipeline_stage,
-        of_stages.pp_interleave_num,
-        of_stages.offset,
-        Issues(compat=False, places=of_stages.places),
-        zero_bubble_v=of_stages.zero_bubble_v,
-    )
-    return [size for row in grid.sizes for size in row]
+    own = sections_of_stages(sections, schedule, num_layers)
+    sizes = own.grid(num_layers, Issues(compat=False, places=own.places)).sizes
+    return [size for row in sizes for size in row]
 
 
 def sections_of_stages(sections: Sections, schedule: Schedule, num_layers: int) -> Sections:

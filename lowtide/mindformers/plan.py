@@ -38,6 +38,7 @@ from lowtide.core.rules import Pattern, Rule, Rules, base_op
 from lowtide.errors import ConfigError
 from lowtide.mindformers.plan_rows import FilePlan, Row, prefetch_of, rows_of_step
 from lowtide.mindformers.schema import LayerPlan, Resolution
+from lowtide.mindformers.schema.aliases import tree_of
 from lowtide.mindformers.schema.issues import layers_text
 from lowtide.mindformers.schema.names import LAYER
 from lowtide.planner.problem import needed_retained_inputs
@@ -313,17 +314,10 @@ def _is_of(name: str, part: str) -> bool:
 
 def names_of_layers(module_names: Sequence[str], layers: Sequence[str]) -> list[dict]:
     """For each layer the tree of its modules' names, as `resolve` takes it."""
-    trees: list[dict] = []
-    for layer in layers:
-        tree: dict = {}
-        for name in module_names:
-            if not name.startswith(f"{layer}."):
-                continue
-            below = tree
-            for piece in name[len(layer) + 1 :].split("."):
-                below = below.setdefault(piece, {})
-        trees.append(tree)
-    return trees
+    return [
+        tree_of(name.removeprefix(f"{layer}.") for name in module_names if name.startswith(f"{layer}."))
+        for layer in layers
+    ]
 
 
 # Operators that may stand between an op and its collective.

@@ -75,12 +75,10 @@ def rows_without_step(resolution: Resolution) -> tuple[Row, ...]:
             said.append((part, "recompute", f"{layer.comm_why[part]} (its collectives are recomputed)"))
         for part in layer.swap_ops:
             reader = layer.swap_stays.get(part)
-            if reader is None:
-                said.append((part, "swap", layer.why[part]))
-            else:
-                said.append((part, "keep", f"{layer.why[part]}: '{reader}' reads it and is recomputed"))
+            stays = "" if reader is None else f": '{reader}' reads it and is recomputed"
+            said.append((part, "keep" if stays else "swap", f"{layer.why[part]}{stays}"))
         said += [(part, "keep", f"not swapped: {why}") for part, why in layer.swap_lost.items()]
-        rows += [_row(resolution, layer, part, fate, why) for part, fate, why in said]
+        rows += [_row(resolution, layer, cells) for cells in said]
     return tuple(rows)
 
 
@@ -93,28 +91,29 @@ def rows_of_step(
     """The rows with the bytes of an observed step, by layer and part: `sizes` of what has each fate, `kept` why some
     stay although a rule names them, `collectives` bytes and words of what is issued again."""
     for layer in resolution.layers:
+        said: list[tuple[tuple[str, str, str], int]] = []
         named = [(part, Fate.RECOMPUTE) for part in _recomputed(layer)] + [(part, Fate.SWAP) for part in layer.swap_ops]
         for part, fate in named:
             nbytes, why = sizes.get((layer.index, part, fate), 0), kept.get((layer.index, part))
             if nbytes:
-                text = f"{layer.why[part]}; a part stays: {why}" if why else layer.why[part]
-                yield _row(resolution, layer, part, fate.value, text, nbytes=nbytes)
+                text = layer.why[part] + (f"; a part stays: {why}" if why else "")
+                said.append(((part, fate.value, text), nbytes))
             else:
-                text = f"{layer.why[part]}: {why or 'backward reads nothing of it'}"
-                yield _row(resolution, layer, part, "keep", text, nbytes=0)
+                said.append(((part, "keep", f"{layer.why[part]}: {why or 'backward reads nothing of it'}"), 0))
         for part in layer.comm_recompute_ops:
             if (layer.index, part) in collectives:
                 nbytes, words = collectives[layer.index, part]
-                yield _row(resolution, layer, part, "recompute", f"{layer.comm_why[part]} ({words})", nbytes=nbytes)
-        for part, why in layer.swap_lost.items():
-            yield _row(resolution, layer, part, "keep", f"not swapped: {why}", nbytes=0)
+                said.append(((part, "recompute", f"{layer.comm_why[part]} ({words})"), nbytes))
+        said += [((part, "keep", f"not swapped: {why}"), 0) for part, why in layer.swap_lost.items()]
+        yield from (_row(resolution, layer, cells, nbytes) for cells, nbytes in said)
 
 
 def _recomputed(layer: LayerPlan) -> list[str]:
     return [LAYER] if layer.full_recompute else layer.recompute_ops
 
 
-def _row(resolution: Resolution, layer: LayerPlan, part: str, fate: str, why: str, *, nbytes: int | None = None) -> Row:
+def _row(resolution: Resolution, layer: LayerPlan, said: tuple[str, str, str], nbytes: int | None = None) -> Row:
+    part, fate, why = said
     prefetch = prefetch_of(layer.swap_ops[part]) if fate == "swap" else None
     unit = resolution.prefetch_unit
     return Row(layer=layer.index, part=part, fate=fate, why=why, nbytes=nbytes, prefetch=prefetch, prefetch_unit=unit)

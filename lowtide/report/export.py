@@ -13,8 +13,10 @@ layers; its own kernels, which save other tensors; plans for a cluster (cluster/
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lowtide.core.decisions import SiteDecision
@@ -282,6 +284,8 @@ _MAKERS: dict[str, Callable[[Plan, Profile], Settings]] = {
     "mindformers": _mindformers,
 }
 SYSTEMS = tuple(_MAKERS)
+_REMARKS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))
+"""Lines that stand above each setting of a framework."""
 
 
 # -- what is lost --------------------------------------------------------------------------------------------------
@@ -303,7 +307,7 @@ def _words(plan: Plan, system: str, profile: Profile, nearest: Setting) -> Itera
     lost = [*_lost(plan, profile, nearest)]
     yield "What it does otherwise than the plan:" if lost else "It does what the plan does."
     yield from (f"- {line}" for line in lost)
-    yield from _REMARKS[system]
+    yield from (line.format(prefetch=PREFETCH) for line in _REMARKS[system])
 
 
 _DONE = {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}
@@ -336,22 +340,3 @@ def _lost(plan: Plan, profile: Profile, setting: Setting) -> Iterator[str]:
         yield f"{moved} of the optimizer's state: elsewhere in the plan, on the device here"
     if plan.loss != "plain":
         yield "the loss: in slices of rows in the plan, in one piece here, with its buffers"
-
-
-_BLOCKS = "`block` counts the layers of each pipeline stage; the plan is of one device, which has all of them."
-_REMARKS = {
-    "transformers": (
-        "Copies of `offload` run on the compute stream, so each is in the time in full. For HfArgumentParser.",
-    ),
-    "megatron": (_BLOCKS,),
-    "mindspeed": (
-        _BLOCKS,
-        "--swap-optimizer needs --use-distributed-optimizer and fused AdamW; the time of its copies, which",
-        "no step of it hides, is not in the time above. What --swap-attention frees is not predicted.",
-    ),
-    "torchtitan": ("SelectiveAC and MemoryBudgetAC choose by operator, not by budget; lowtide does not predict them.",),
-    "mindformers": (
-        f"backward_prefetch is {PREFETCH} everywhere, because its operators are not PyTorch's; the time above is",
-        "that of fetches that begin in time.",
-    ),
-}

@@ -10,7 +10,9 @@ Not covered: anything one can click on.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,15 +33,11 @@ _MOST_BARS = 400
 _FAR = 2.5
 """A line so many times above all else is not drawn."""
 _LANES = {"compute": "compute", "stall": "compute waits", "out": "copies out", "in": "copies in"}
-_INK, _FAINT, _PLAIN, _BUDGET = "#1d2733", "#c9d1d9", "#6b7683", "#c2352b"
-_STATE, _KEPT, _SWAPPED, _RECOMPUTED = "#b4bfc9", "#2f6fb0", "#e08a2e", "#3d9a64"
+_LOOKS = tomllib.loads((Path(__file__).parent / "pictures.toml").read_text(encoding="utf-8"))
+_COLOURS: Mapping[str, str] = _LOOKS["light"]
+_INK, _FAINT, _PLAIN, _BUDGET, _STATE, _KEPT, _SWAPPED, _RECOMPUTED = _COLOURS.values()
 _OF_OWNERS = (_STATE, _KEPT, _SWAPPED, _RECOMPUTED)
 """In the order of `OWNERS`."""
-_DARK_OF = {
-    _INK: "#e6edf3", _FAINT: "#3d4753", _PLAIN: "#aab4bf", _BUDGET: "#ff7b6e",
-    _STATE: "#5c6773", _KEPT: "#5b9bd8", _SWAPPED: "#f0a04b", _RECOMPUTED: "#5cc489",
-}  # fmt: skip
-"""Colour of a light page -> of a dark one."""
 _DOTTED: Any = {"color": _PLAIN, "linewidth": 1.2, "linestyle": ":"}
 
 
@@ -50,7 +48,8 @@ def svg(draw: Callable[..., None], *what: Any) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("report: pictures need matplotlib; pip install 'lowtide[report]'") from None
-    with mpl.rc_context(_style()):
+    coloured = {key: _COLOURS[name] for key, name in _LOOKS["style_in"].items()}
+    with mpl.rc_context(_LOOKS["style"] | coloured):
         figure = Figure(layout="constrained")
         draw(figure, *what)
         text = io.StringIO()
@@ -60,8 +59,8 @@ def svg(draw: Callable[..., None], *what: Any) -> str:
 
 def on_dark(picture: str) -> str:
     """The same picture in the colours of a dark page."""
-    for light, dark in _DARK_OF.items():
-        picture = picture.replace(light, dark)
+    for name, light in _COLOURS.items():
+        picture = picture.replace(light, _LOOKS["dark"][name])
     return picture
 
 
@@ -120,8 +119,8 @@ def draw_lanes(figure: Figure, played: Played) -> None:
         panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=_RECOMPUTED, fontsize=8)
 
 
-def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget], measured: Measured) -> None:
-    """Time of a step against the budget; the plan's own is marked, and what was measured."""
+def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget]) -> None:
+    """Time of a step against the budget; the plan's own is marked."""
     figure.set_size_inches(9.2, 3.2)
     panel = figure.subplots()
     scale, unit = _byte_unit(max(swept.budget_bytes for swept in rungs))
@@ -131,10 +130,6 @@ def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget], measured: Measured)
     for here in (point for swept, point in zip(rungs, points, strict=True) if swept.is_requested):
         panel.plot(*([each] for each in here), "o", color=_BUDGET, markersize=9)
         _note(panel, "you are here", here, (8, 8))
-    if measured.peak_bytes is not None and measured.step_seconds is not None:
-        there = measured.peak_bytes / scale, measured.step_seconds * times
-        panel.plot(*([each] for each in there), "x", color=_INK, markersize=8)
-        _note(panel, "measured", there, (8, -12))
     plain = rungs[0].predicted.plain_seconds * times
     panel.axhline(plain, **_DOTTED)
     _note(panel, "everything kept", (points[-1][0], plain), (0, -10), color=_PLAIN)
@@ -173,25 +168,6 @@ def draw_history(figure: Figure, history: Sequence[StepRow], plan: Plan | None) 
             panel.set_xticks(steps)
         else:
             panel.locator_params(axis="x", integer=True, nbins=6)
-
-
-def _style() -> Any:
-    clear = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-    return {
-        "svg.hashsalt": "lowtide",
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.alpha": 0.5,
-        "path.simplify": True,
-        **dict.fromkeys(clear, "none"),
-        **dict.fromkeys(("axes.edgecolor", "grid.color"), _FAINT),
-        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-        **dict.fromkeys(ink, _INK),
-    }
 
 
 def _note(panel: Any, text: str, at: tuple[float, float], shift: tuple[int, int], **how: Any) -> None:

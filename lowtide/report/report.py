@@ -27,13 +27,8 @@ Tile = tuple[str, str, str]
 """One large figure: what it is, its value, and what stands beside it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Rows of text; the first is the head."""
-
-    title: str
-    caption: str
-    rows: tuple[tuple[str, ...], ...]
+Table = tuple[str, str, Sequence[tuple[str, ...]]]
+"""Title, caption, and rows of text, of which the first is the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +91,7 @@ class Report:
         rows = [("", "everything kept", "planned")]
         rows += [(it.what, format_bytes(it.plain_bytes), format_bytes(it.planned_bytes)) for it in self.plan.account]
         caption = "Predicted. What is on the device when it holds the most, without the plan and with it."
-        return [Table(title="At the worst moment", caption=caption, rows=tuple(rows)), *self.more_tables]
+        return [("At the worst moment", caption, rows), *self.more_tables]
 
 
 def report_of_plan(
@@ -141,7 +136,7 @@ def document(report: Report) -> dict[str, Any]:
         "plan": None if report.plan is None else json.loads(report.plan.to_json()),
         "step": None if played is None else _step_document(played),
         "budgets": [swept.document() for swept in report.sweep],
-        "tables": [dataclasses.asdict(table) for table in report.tables],
+        "tables": [dict(zip(("title", "caption", "rows"), table, strict=True)) for table in report.tables],
         "steps": [
             dataclasses.asdict(row) | {"loss": row.loss if math.isfinite(row.loss) else None} for row in report.history
         ],

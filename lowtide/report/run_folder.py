@@ -97,7 +97,7 @@ def _figures(stats: Stats) -> Table:
         ("sent away near the limit", format_bytes(stats.spilled_bytes)),
         ("host and disk bytes reserved now", f"{format_bytes(stats.host_bytes)}, {format_bytes(stats.disk_bytes)}"),
     )
-    return Table(title="What was measured", caption="Totals of this rank.", rows=rows)
+    return "What was measured", "Totals of this rank.", rows
 
 
 def history_of(handle: Tides) -> tuple[Table, ...]:
@@ -107,7 +107,7 @@ def history_of(handle: Tides) -> tuple[Table, ...]:
         budget = "-" if event.budget_bytes is None else format_bytes(event.budget_bytes)
         rows.append((str(event.forward), event.why, budget, event.digest, format_seconds(event.seconds)))
     caption = "Each time that the plan was made or corrected."
-    return (Table(title="What happened", caption=caption, rows=tuple(rows)),) if len(rows) > 1 else ()
+    return (("What happened", caption, rows),) if len(rows) > 1 else ()
 
 
 METRICS, PLAN, STEP = "metrics.jsonl", "plan.json", "step.json"

@@ -28,8 +28,10 @@ from html import escape
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
+from string import Template
 from typing import Any
 
+from lowtide.config.source import write_file
 from lowtide.core.plan import plan_table
 from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
@@ -151,20 +153,15 @@ def page(report: Report) -> str:
         caption = "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so."
         parts += _section("What runs when", caption, svg(draw_lanes, report.played))
     if len(report.sweep) > 1:
-        picture = svg(draw_sweep, report.sweep, report.measured)
+        picture = svg(draw_sweep, report.sweep)
         parts += _section("What other budgets would cost", _sweep_caption(report), picture)
-    for table in report.tables:
-        parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
+    for title, caption, rows in report.tables:
+        parts += [f"<h2>{escape(title)}</h2>", f'<p class="soft">{escape(caption)}</p>', _table(rows)]
     if report.plan is not None:
         parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
-    style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(report.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
-        + f'\n<p class="soft">lowtide {__version__}</p>\n</body>\n</html>\n'
-    )
+    body = "\n".join(part for part in parts if part)
+    style, frame = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.html"))
+    return Template(frame).substitute(title=escape(report.title), style=style, body=body, version=__version__)
 
 
 def _sweep_caption(report: Report) -> str:
@@ -232,12 +229,7 @@ def write_report(report: Report, path: str | os.PathLike[str]) -> Path:
     """Write `report` as HTML, as a trace for Perfetto, as a memory snapshot for PyTorch's viewer, or as JSON. Raises
     ConfigError where that cannot be."""
     check_form(path)
-    try:
-        Path(path).write_bytes(_content(report, os.fspath(path)))
-    except OSError as error:
-        raise ConfigError(
-            f"report: {os.fspath(path)} cannot be written: {error.strerror}; choose another file"
-        ) from None
+    write_file(path, _content(report, os.fspath(path)), where="report")
     return Path(path)
 
 

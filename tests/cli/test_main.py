@@ -55,11 +55,11 @@ def command(monkeypatch: pytest.MonkeyPatch):
     """Replaces the table by one command `do` whose `run` is given."""
 
     def install(run) -> None:
-        module = types.ModuleType("lowtide_fake_command")
-        module.add_arguments = lambda parser: parser.add_argument("--level", type=int, default=0)
+        module = types.ModuleType("lowtide.cli.fake_command")
         module.run = run
-        monkeypatch.setitem(sys.modules, "lowtide_fake_command", module)
-        monkeypatch.setattr(cli, "COMMANDS", {"do": ("lowtide_fake_command", "do it")})
+        monkeypatch.setitem(sys.modules, "lowtide.cli.fake_command", module)
+        options = {"--level": {"type": "int", "default": 0}}
+        monkeypatch.setattr(cli, "COMMANDS", {"do": {"run": "fake_command:run", "help": "do it", "options": options}})
 
     return install
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.cli.main import main
+from lowtide.cli.main import COMMANDS, main
 from lowtide.config.memory import MemoryConfig, SwapRule
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate
@@ -69,6 +69,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "makes_and_swaps": (1470, {"recompute": ("layers.0.mlp.act_fn",), "swap": (SwapRule(match="layers.*.self_attn"),)}),
     "least": (600, {}),
 }
+
+
+def test_the_command_line_knows_every_framework() -> None:
+    assert COMMANDS["export"]["options"]["--to"]["choices"] == [*SYSTEMS]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

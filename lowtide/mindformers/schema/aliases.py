@@ -14,8 +14,9 @@ Not covered: models with other block structures; their names are matched as writ
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,20 +39,15 @@ class Role:
         return {"legacy": self.legacy, "mcore": self.mcore, "hf": self.hf}.get(family, ())
 
 
-def _read() -> dict[str, tuple[Role, ...]]:
-    """The roles by the models that have them first; lists of the file as tuples."""
-    text = (Path(__file__).parent / "roles.toml").read_text(encoding="utf-8")
-    return {
-        models: tuple(
-            Role(name=name, **{key: tuple(names) for key, names in role.items()}) for name, role in roles.items()
-        )
-        for models, roles in tomllib.loads(text).items()
-    }
-
-
-_READ = _read()
-LLAMA = _READ["llama"]
-ROLES: tuple[Role, ...] = tuple(role for roles in _READ.values() for role in roles)
+_READ = tomllib.loads((Path(__file__).parent / "roles.toml").read_text(encoding="utf-8"))
+_TREES = _READ.pop("trees")
+_BY_MODELS = {
+    models: tuple(Role(name=name, **{key: tuple(names) for key, names in role.items()}) for name, role in roles.items())
+    for models, roles in _READ.items()
+}
+"""The roles by the models that have them first."""
+LLAMA = _BY_MODELS["llama"]
+ROLES: tuple[Role, ...] = tuple(role for roles in _BY_MODELS.values() for role in roles)
 
 FUNCTIONS: Mapping[str, str] = {
     "self_attn.sdpa": "self_attn",
@@ -75,27 +71,17 @@ def layer_tree(model_type: str) -> dict[str, Any] | None:
     ones among layers of experts) are one tree with the parts of both.
     """
     kind = model_type.lower().replace("_", "").removesuffix("config").removesuffix("forcausallm")
-    if not kind.startswith(("llama", "mistral", "qwen", "mixtral", "deepseek", "parallelllama")):
-        return None
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    mlp = ["gate_proj", "up_proj", "down_proj", "act_fn"]
-    if kind.startswith("qwen3"):
-        attention += ["q_norm", "k_norm"]
-    if kind.startswith("deepseek"):
-        attention = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
-        attention.append("o_proj")
-    tree: dict[str, Any] = {
-        "input_layernorm": {},
-        "self_attn": {name: {} for name in attention},
-        "post_attention_layernorm": {},
-        "mlp": {name: {} for name in mlp},
-    }
-    if kind.startswith(("deepseek", "mixtral")) or "moe" in kind:
-        tree["mlp"] |= {"gate": {}, "experts": {"act_fn": {}}}
-    if kind.startswith("deepseek"):
-        tree["mlp"]["shared_experts"] = {name: {} for name in mlp}
-    if kind.startswith("qwen2moe"):
-        tree["mlp"]["shared_expert"] = {name: {} for name in mlp}
+    parts = [part for entry in _TREES for part in entry["parts"] if re.match(entry["kinds"], kind)]
+    return tree_of(parts) if parts else None
+
+
+def tree_of(names: Iterable[str]) -> dict[str, Any]:
+    """Dotted names of modules as a tree."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        below = tree
+        for piece in name.split("."):
+            below = below.setdefault(piece, {})
     return tree
 
 

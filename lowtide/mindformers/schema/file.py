@@ -79,6 +79,13 @@ class Sections:
         """Whether they are of the newer schema."""
         return any(is_newer(key, value) for key, value in self.written.items())
 
+    def grid(self, num_layers: int, issues: Issues) -> Grid:
+        """How the file deals so many layers to stages; in the newer schema it does not."""
+        if self.is_newer:
+            return make_grid(num_layers, 1, 1, 0, issues)
+        dealt = (self.pipeline_stage, self.pp_interleave_num, self.offset)
+        return make_grid(num_layers, *dealt, issues, zero_bubble_v=self.zero_bubble_v)
+
     def resolve(
         self, *, num_layers: int | None = None, names: Names | None = None, held: range | None = None
     ) -> Resolution:
@@ -100,9 +107,7 @@ class Sections:
             if isinstance(num_layers, int):
                 num_layers += self.num_extra_layers
         is_newer = self.is_newer
-        stages, chunks, offset = (1, 1, 0) if is_newer else (self.pipeline_stage, self.pp_interleave_num, self.offset)
-        is_v = self.zero_bubble_v and not is_newer
-        grid = make_grid(num_layers, stages, chunks, offset, issues, zero_bubble_v=is_v)
+        grid = self.grid(num_layers, issues)
         trees = trees_of(names, num_layers, issues)
         indices = range(num_layers) if held is None else held
         if is_newer:

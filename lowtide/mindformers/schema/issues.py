@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lowtide.config.source import join_path
+from lowtide.config.source import join_path, nearest
 from lowtide.errors import ConfigError, did_you_mean
 
 _DIFFERENCES: Mapping[str, Mapping[str, str]] = tomllib.loads(
@@ -42,9 +42,7 @@ class Issues:
 
     def at(self, path: str) -> str:
         """How a message about `path` starts. A key that was not written is named by what is around it."""
-        around = path
-        while around and around not in self.places:
-            around = around[: max(around.rfind("."), around.rfind("["), 0)]
+        around = nearest(path, self.places)
         return f"{self.places[around]}: '{path}'" if around else f"{path}:"
 
     def where(self, path: str) -> str:
