@@ -246,6 +246,24 @@ def _price(evaluator: Evaluator, way: Move) -> float:
     return seconds / max(freed, 1)
 
 
+def mixture(evaluator: Evaluator, above: Fates, below: Fates, *, from_end: bool) -> Fates:
+    """The fates of `above`, with those of `below` for the first items, or the last ones: so many that it fits. `below`
+    fits."""
+    items = evaluator.arrays.step.items
+    owner = [index if item.form_of is None else item.form_of for index, item in enumerate(items)]
+    others = sorted({owner[index] for index in range(len(items)) if above[index] is not below[index]}, reverse=from_end)
+
+    def mixed(number: int) -> Fates:
+        taken = set(others[:number])
+        return tuple(low if own in taken else high for own, low, high in zip(owner, below, above, strict=True))
+
+    low, high = 0, len(others)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if evaluator.excess(mixed(middle)) == (0, 0) else (middle + 1, high)
+    return mixed(low)
+
+
 def improve(evaluator: Evaluator, start: Outcome, *, max_plays: int) -> Outcome:
     """Changes one item, or two, wherever that makes the step faster and fits, until nothing does."""
     best = start

@@ -12,10 +12,9 @@ The ways of a step, whatever the budget is:
 
 Why budgets are rounded: search is not exact, so that one for a larger budget could find a slower plan. Each way has a
 row of *limits*, from its floor to its peak with everything kept, that do not depend on the budget. The solver is asked
-for these alone; between two of them stand three plans more, that of the upper one repaired. The fastest plan of the
-limits within the budget is taken: a larger budget chooses among more of them. From the budget downward limits are
-looked at as long as the solver's bound leaves a chance for a faster plan, so mostly two. This is so for steps of any
-size.
+for these alone; between two of them stand three plans more, mixtures of theirs. The fastest plan of the limits within
+the budget is taken: a larger budget chooses among more of them. From the budget downward limits are looked at as long
+as the solver's bound leaves a chance for a faster plan, so mostly two. This is so for steps of any size.
 
 The floor is the smallest floor of any way; a plan exists from there on. The bound is the least of the ways that could
 be faster, by the linear program for the budget itself.
@@ -39,7 +38,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.by_rules import NO_OTHER, layers_by_rule, problem_of
-from lowtide.planner.local_search import Evaluator, Fates, Outcome, repair
+from lowtide.planner.local_search import Evaluator, Fates, Outcome, mixture, repair
 from lowtide.planner.min_peak import first_of, least_peak, quick_floor
 from lowtide.planner.problem import Problem, state_bytes, stored_form
 from lowtide.planner.rerun_layers import call_seconds, can_rerun
@@ -282,18 +281,19 @@ class Way:
             yield self._found(outcome, self._limit(number, part))
 
     def _part(self, number: int, part: int) -> Outcome | None:
-        """The plan of a limit; between limits that of the upper one with what is cheapest for its bytes taken off. The
-        same whatever was asked before, or a larger budget could be slower."""
+        """The plan of a limit; between limits the best mixture of the plans of both, or that of the upper one with what
+        is cheapest for its bytes taken off. The same whatever was asked before, or a larger budget could be slower."""
+        below = self._outcome(number, math.inf)
         if not part:
-            return self._outcome(number, math.inf)
+            return below
         if (number, part) not in self._parts:
             above = self._outcome(number + 1, math.inf)
-            outcome = None
-            if above is not None:
-                evaluator = self._evaluator(self._limit(number, part))
-                fates = repair(evaluator, above.fates)
-                outcome = evaluator.play(fates if self.shares is None else in_order(self.problem, fates))
-            self._parts[number, part] = outcome if outcome is not None and outcome.fits else None
+            evaluator = self._evaluator(self._limit(number, part))
+            fates = [] if above is None else [repair(evaluator, above.fates)]
+            if above is not None and below is not None:
+                fates += [mixture(evaluator, above.fates, below.fates, from_end=from_end) for from_end in (False, True)]
+            played = [evaluator.play(f if self.shares is None else in_order(self.problem, f)) for f in fates]
+            self._parts[number, part] = min((o for o in played if o.fits), key=lambda o: o.seconds, default=None)
         return self._parts[number, part]
 
     def _outcome(self, number: int, beats: float) -> Outcome | None:
