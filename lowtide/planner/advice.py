@@ -41,7 +41,7 @@ MOST_CHANGES = 3
 _MOST_SAID = 2
 _MOST_LINES = 4
 HALF_A_BATCH = "half the micro-batch"
-STATE, TEMPORARIES = "optimizer state", "head, loss, temporaries"
+STATE, OTHERS, TEMPORARIES = "optimizer state", "buffers and batch", "head, loss, temporaries"
 """Lines of an account."""
 
 
@@ -95,22 +95,17 @@ def bytes_by_kind(problem: Problem, host_bytes: int | None, *, has_gradients: bo
     bytes."""
     arrays = StepArrays.of(problem.step)
     _, fates, _ = quick_floor(arrays, host_bytes)
-    curve = floor_curve(arrays, Lifetimes.of(arrays, fates))
-    tick = int(curve.argmax())
-    state, base = problem.profile.state, problem.step.ticks[tick].base_bytes
-    is_step = tick >= len(problem.starts) - 1
-    gradients = gradients_at(problem, tick, has_gradients)
-    optimizer = state.optimizer - problem.state_bytes
-    step = state.optimizer_temporaries if is_step else 0
+    curve = floor_curve(arrays, Lifetimes.of(arrays, fates)).tolist()
+    tick, column = curve.index(max(curve)), _column(problem, curve, None, 0, has_gradients=has_gradients)
+    step = problem.profile.state.optimizer_temporaries if tick >= len(problem.starts) - 1 else 0
     kept = _kept_bytes(problem, tick)
-    rest = base - state.parameters - gradients - optimizer - step - kept
     return {
-        WEIGHTS: state.parameters,
-        GRADIENTS: gradients,
-        OPTIMIZER: optimizer,
+        WEIGHTS: column[WEIGHTS],
+        GRADIENTS: column[GRADIENTS],
+        OPTIMIZER: column[STATE],
         STEP: step,
-        ACTIVATIONS: int(curve[tick]) - base + kept,
-        LOSS: max(rest, 0),
+        ACTIVATIONS: column[ACTIVATIONS] + kept,
+        LOSS: max(column[OTHERS] + column[TEMPORARIES] - step - kept, 0),
     }
 
 
@@ -209,11 +204,11 @@ def _column(
     gradients = gradients_at(problem, tick, has_gradients)
     fixed = state_bytes(problem.profile, has_gradients=has_gradients) - problem.state_bytes
     return {
-        "weights": state.parameters,
+        WEIGHTS: state.parameters,
         STATE: state.optimizer - problem.state_bytes + there + slots,
-        "buffers and batch": state.buffers + state.inputs + state.others + state.rounding,
-        "gradients": gradients,
-        "activations": int(curve[tick]) - base - there,
+        OTHERS: state.buffers + state.inputs + state.others + state.rounding,
+        GRADIENTS: gradients,
+        ACTIVATIONS: int(curve[tick]) - base - there,
         TEMPORARIES: base - slots - fixed - (0 if has_gradients else gradients),
         "peak": int(curve[tick]),
     }
@@ -222,8 +217,6 @@ def _column(
 def gradients_at(problem: Problem, tick: int, has_gradients: bool) -> int:
     """Bytes of gradients that have been made by a tick."""
     profile = problem.profile
-    if has_gradients:
-        return profile.state.gradients
-    if tick >= len(problem.starts) - 1:
+    if has_gradients or tick >= len(problem.starts) - 1:
         return profile.state.gradients
     return profile.op_gradient_bytes[problem.starts[tick + 1] - 1]
