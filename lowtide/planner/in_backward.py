@@ -43,15 +43,15 @@ from typing import ClassVar
 import numpy as np
 
 from lowtide.config.memory import MemoryConfig
-from lowtide.core.decisions import AccountLine, OptimizerPlacement, WeightsPlacement
+from lowtide.core.decisions import OptimizerPlacement, WeightsPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.planner.advice import STATE, TEMPORARIES
 from lowtide.planner.place_state import batch_tokens, bucket_size, bucket_temporaries, refuse_without_effect
 from lowtide.planner.problem import Problem
 from lowtide.planner.space import Found
 from lowtide.planner.state_items import NAME, StateShares
+from lowtide.timeline.events import Timeline
 from lowtide.timeline.step import Item, Link, Visit
 from lowtide.units import format_bytes
 
@@ -178,14 +178,12 @@ class UpdatesInBackward(StateShares):
                 items.append(visitor(f"{NAME} {len(items)}", size, need, min(free, need), leave_bytes=size))
         return dataclasses.replace(problem, step=dataclasses.replace(step, items=(*step.items, *items)))
 
-    def shown(self, account: Sequence[AccountLine], problem: Problem, tick: int) -> tuple[AccountLine, ...]:
-        """Buckets are the optimizer's state, and no temporaries, in what is planned for a tick."""
+    def there(self, problem: Problem, fates: Sequence[Fate], timeline: Timeline) -> tuple[int, int]:
+        """Buckets in their places, from the first gradient on."""
+        tick = timeline.peak_tick
         is_last = tick >= len(problem.starts) - 1
         is_there = is_last or problem.profile.op_gradient_bytes[problem.starts[tick + 1] - 1] > 0
-        more = {STATE: self.slot_bytes * is_there, TEMPORARIES: -self.slot_bytes * is_there}
-        return tuple(
-            dataclasses.replace(line, planned_bytes=line.planned_bytes + more.get(line.what, 0)) for line in account
-        )
+        return 0, self.slot_bytes * is_there
 
 
 def visitor(name: str, nbytes: int, need: int, free: int, *, leave_bytes: int = 0) -> Item:
