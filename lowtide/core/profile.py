@@ -322,6 +322,19 @@ def _check_node(node: Site, names: set[str], profile: Profile, *where: str | int
             raise Mistake("expected names of nodes", *where, kind, "inputs")
 
 
+ByteSpan = tuple[int, int, int]
+"""The operators while which something is there (first, end), and its bytes."""
+
+
+def byte_curve(spans: Iterable[ByteSpan], num_ops: int) -> tuple[int, ...]:
+    """The sum of bytes at each operator."""
+    changes = [0] * (num_ops + 1)
+    for first, end, nbytes in spans:
+        changes[first] += nbytes
+        changes[max(first, end)] -= nbytes
+    return tuple(accumulate(changes[:num_ops]))
+
+
 class Shift:
     """How numbers move when others are inserted."""
 
