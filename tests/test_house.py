@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_941,
+    "lines": 56_939,
     "files": 239,
     "classes": 449,
     "files that one other file imports": 34,
