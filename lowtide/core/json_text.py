@@ -24,6 +24,8 @@ T = TypeVar("T")
 _MOST_SHOWN = 40
 OLD_NAME = "old name"
 """Key of a field's metadata: the name that the field had in files of earlier versions, which are still read."""
+LEAST = "least"
+"""The same: the least number that the field may have, where that is not 0 and numbers are amounts."""
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
 
 
@@ -54,40 +56,41 @@ def parse_json(text: str, what: str, fix: str = "") -> Any:
         raise ConfigError(f"{what}: not valid JSON: a number of too many digits{fix}") from None
 
 
-def build(want: type[T], document: Any) -> T:
+def build(want: type[T], document: Any, most: int | None = None) -> T:
     """A value of type `want` from what `dataclasses.asdict` made of it, after JSON. Fields with a default may be left
-    out. A class with a method `from_plain` is built by it.
+    out. A class with a method `from_plain` is built by it. `most`: numbers are amounts, from 0 up to this.
 
     Raises `Mistake` with the path of the first value that does not fit.
     """
-    return typing.cast(T, _reader(typing.cast(Any, want))(document))
+    return typing.cast(T, _reader(typing.cast(Any, want), most)(document))
 
 
 _Read = Callable[[Any], Any]
 
 
 @functools.cache
-def _reader(want: Any) -> _Read:
+def _reader(want: Any, most: int | None, least: int = 0) -> _Read:
     origin, members = get_origin(want), get_args(want)
     if want is Any:
         return lambda value: value
     if origin in (Union, types.UnionType):
         inner = [member for member in members if member is not type(None)]
         assert len(inner) == 1 and len(members) == 2, f"unsupported field type {want}"
-        read = _reader(inner[0])
+        read = _reader(inner[0], most, least)
         return lambda value: None if value is None else read(value)
     if origin is Literal:
         return _one_of({choice: choice for choice in members})
     if origin is tuple:
         assert members[-1] is Ellipsis, f"unsupported field type {want}"
-        return _rows(_reader(members[0]))
+        return _rows(_reader(members[0], most))
     if hasattr(want, "from_plain"):
         return typing.cast(_Read, want.from_plain)
     if dataclasses.is_dataclass(want):
-        return _fields(typing.cast(Any, want))
+        return _fields(typing.cast(Any, want), most)
     if isinstance(want, type) and issubclass(want, enum.Enum):
         return _one_of({member.value: member for member in want})
-    return _scalar(origin or want)
+    read = _scalar(origin or want)
+    return read if most is None or want not in (int, float) else _amount(read, least, most)
 
 
 def _scalar(want: Any) -> _Read:
@@ -96,6 +99,15 @@ def _scalar(want: Any) -> _Read:
     def read(value: Any) -> Any:
         if type(value) not in allowed or (want is float and not math.isfinite(value)):
             raise Mistake(f"expected {_NAMES[want]}, not {_shown(value)}")
+        return value
+
+    return read
+
+
+def _amount(read_one: _Read, least: int, most: int) -> _Read:
+    def read(value: Any) -> Any:
+        if not least <= read_one(value) <= most:
+            raise Mistake(f"expected a number from {least} to {most:.0e}, not {value}")
         return value
 
     return read
@@ -127,9 +139,11 @@ def _rows(read_one: _Read) -> _Read:
     return read
 
 
-def _fields(cls: Any) -> _Read:
+def _fields(cls: Any, most: int | None) -> _Read:
     hints = typing.get_type_hints(cls)
-    readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(cls)}
+    readers = {
+        field.name: _reader(hints[field.name], most, field.metadata.get(LEAST, 0)) for field in dataclasses.fields(cls)
+    }
     missing = dataclasses.MISSING
     needed = [
         field.name for field in dataclasses.fields(cls) if field.default is missing and field.default_factory is missing

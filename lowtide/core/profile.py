@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from lowtide.core.json_text import OLD_NAME, Mistake, build, parse_json
+from lowtide.core.json_text import LEAST, OLD_NAME, Mistake, build, parse_json
 from lowtide.core.recipe import Codec, Recipe, RetainedInput
 from lowtide.errors import ConfigError
 
@@ -43,7 +43,7 @@ class Site:
     """Short name of the operator that produced it (`mul`, `sdpa`)."""
     retained_input: RetainedInput | None = field(default=None, metadata={OLD_NAME: "anchor"})
     """None for a site; a node that autograd saves is never a retained input."""
-    born: int
+    born: int = field(metadata={LEAST: -1})
     """Forward operator that produced it; -1 if it was there before the first."""
     saved: int
     """Forward operator after which its (first) hook ran: from here on it can be sent away."""
@@ -261,7 +261,7 @@ class Profile:
         if document.pop("schema") != PROFILE_SCHEMA:
             raise ConfigError("profile: written by another version of lowtide; profile the model again")
         try:
-            profile = build(cls, document)
+            profile = build(cls, document, _MOST_AMOUNT)
             _check(profile)
         except Mistake as mistake:
             raise ConfigError(f"profile: not a profile of lowtide ({mistake}); profile the model again") from None
@@ -277,33 +277,22 @@ def _faster(node: Site, share: float) -> Site:
     return dataclasses.replace(node, recipe=alone, collective_recipe=together, codec=codec)
 
 
-_COLUMNS = ("op_names", "op_seconds", "op_bytes", "op_gradient_bytes")
-
-
 def _check(profile: Profile) -> None:
     """What the parts of an edited profile must have in common. Raises `Mistake`."""
     num_ops, names = len(profile.op_names), {node.name for node in profile.nodes}
-    for column in _COLUMNS[1:]:
-        entries = getattr(profile, column)
-        if len(entries) != num_ops:
-            raise Mistake(f"expected {num_ops} entries as in op_names, not {len(entries)}", column)
-        _check_amounts(entries, column)
+    for column in ("op_seconds", "op_bytes", "op_gradient_bytes"):
+        if (length := len(getattr(profile, column))) != num_ops:
+            raise Mistake(f"expected {num_ops} entries as in op_names, not {length}", column)
     if len(profile.signatures) != len(profile.layers):
         raise Mistake(f"expected one for each of {len(profile.layers)} layers", "signatures")
     if profile.layer_weights and len(profile.layer_weights) != len(profile.layers):
         raise Mistake(f"expected one for each of {len(profile.layers)} layers", "layer_weights")
-    _check_amounts(profile.layer_weights, "layer_weights")
     if not 0 < profile.num_forward_ops < num_ops:
         raise Mistake(f"expected a number from 1 to {num_ops - 1}", "num_forward_ops")
-    for name, value in dataclasses.asdict(profile.state).items():
-        _check_amounts((value,), "state", name)
     if len(names) != len(profile.nodes):
         raise Mistake("two nodes have one name", "nodes")
     for index, node in enumerate(profile.nodes):
         _check_node(node, names, profile, "nodes", index)
-    for part in ("staying", "hidden"):
-        for index, entry in enumerate(getattr(profile, part)):
-            _check_amounts((entry.nbytes,), part, index, "nbytes")
     for index, call in enumerate(profile.calls):
         where = ("calls", index)
         if not 0 <= call.first_op <= call.enough_op <= call.end_op <= profile.num_forward_ops:
@@ -312,7 +301,6 @@ def _check(profile: Profile) -> None:
             raise Mistake("expected one number for each operator of the call", *where, "op_bytes")
         if not names.issuperset(call.inputs):
             raise Mistake("expected names of nodes", *where, "inputs")
-        _check_amounts((*call.op_bytes, call.staying_bytes), *where, "op_bytes")
 
 
 def _check_node(node: Site, names: set[str], profile: Profile, *where: str | int) -> None:
@@ -330,22 +318,23 @@ def _check_node(node: Site, names: set[str], profile: Profile, *where: str | int
         raise Mistake(f"expected ascending numbers from {profile.num_forward_ops} to {num_ops}", *where, "reads")
     if node.layer is not None and node.layer not in profile.layers:
         raise Mistake("expected the name of a layer, or null", *where, "layer")
-    _check_amounts((node.nbytes, node.first_sequence, node.last_sequence), *where, "nbytes")
     for kind in ("recipe", "collective_recipe"):
         recipe = getattr(node, kind)
-        if recipe is None:
-            continue
-        if not names.issuperset(recipe.nodes):
+        if recipe is not None and not names.issuperset(recipe.nodes):
             raise Mistake("expected names of nodes", *where, kind, "inputs")
-        _check_amounts((recipe.seconds, recipe.transient_bytes), *where, kind, "seconds")
-    if node.codec is not None:
-        _check_amounts((node.codec.nbytes, node.codec.work_bytes, node.codec.seconds), *where, "codec")
 
 
-def _check_amounts(values: Collection[float], *where: str | int) -> None:
-    for value in values:
-        if not 0 <= value <= _MOST_AMOUNT:
-            raise Mistake(f"expected a number from 0 to {_MOST_AMOUNT:.0e}, not {value}", *where)
+ByteSpan = tuple[int, int, int]
+"""The operators while which something is there (first, end), and its bytes."""
+
+
+def byte_curve(spans: Iterable[ByteSpan], num_ops: int) -> tuple[int, ...]:
+    """The sum of bytes at each operator."""
+    changes = [0] * (num_ops + 1)
+    for first, end, nbytes in spans:
+        changes[first] += nbytes
+        changes[max(first, end)] -= nbytes
+    return tuple(accumulate(changes[:num_ops]))
 
 
 class Shift:

@@ -47,6 +47,7 @@ from lowtide.planner.smaller import fates_of
 from lowtide.planner.space import Space
 from lowtide.planner.state_items import StateShares
 from lowtide.timeline.events import run
+from lowtide.timeline.memory import curve
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, printed_up
 
@@ -290,8 +291,8 @@ class _Search:
             apart = np.full(len(profile.op_bytes), -_NO_LIMIT, np.int64)  # others do not count
             apart[ops.start : ops.stop] = 0
             problem, fates = problem_beside(apart, -_NO_LIMIT)
-            again = run(problem.step, fates, task.link, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
-            return max(0, max(again.curve[:-1]) - state_bytes)
+            there = curve(problem.step, fates, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
+            return max(0, int(there[:-1].max()) - state_bytes)
 
         return most, played.curve[-1]
 

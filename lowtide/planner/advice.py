@@ -41,7 +41,7 @@ MOST_CHANGES = 3
 _MOST_SAID = 2
 _MOST_LINES = 4
 HALF_A_BATCH = "half the micro-batch"
-STATE, TEMPORARIES = "optimizer state", "head, loss, temporaries"
+STATE, OTHERS, TEMPORARIES = "optimizer state", "buffers and batch", "head, loss, temporaries"
 """Lines of an account."""
 
 
@@ -95,22 +95,17 @@ def bytes_by_kind(problem: Problem, host_bytes: int | None, *, has_gradients: bo
     bytes."""
     arrays = StepArrays.of(problem.step)
     _, fates, _ = quick_floor(arrays, host_bytes)
-    curve = floor_curve(arrays, Lifetimes.of(arrays, fates))
-    tick = int(curve.argmax())
-    state, base = problem.profile.state, problem.step.ticks[tick].base_bytes
-    is_step = tick >= len(problem.starts) - 1
-    gradients = gradients_at(problem, tick, has_gradients)
-    optimizer = state.optimizer - problem.state_bytes
-    step = state.optimizer_temporaries if is_step else 0
+    curve = floor_curve(arrays, Lifetimes.of(arrays, fates)).tolist()
+    tick, column = curve.index(max(curve)), _column(problem, curve, (0, 0), has_gradients)
+    step = problem.profile.state.optimizer_temporaries if tick >= len(problem.starts) - 1 else 0
     kept = _kept_bytes(problem, tick)
-    rest = base - state.parameters - gradients - optimizer - step - kept
     return {
-        WEIGHTS: state.parameters,
-        GRADIENTS: gradients,
-        OPTIMIZER: optimizer,
+        WEIGHTS: column[WEIGHTS],
+        GRADIENTS: column[GRADIENTS],
+        OPTIMIZER: column[STATE],
         STEP: step,
-        ACTIVATIONS: int(curve[tick]) - base + kept,
-        LOSS: max(rest, 0),
+        ACTIVATIONS: column[ACTIVATIONS] + kept,
+        LOSS: max(column[OTHERS] + column[TEMPORARIES] - step - kept, 0),
     }
 
 
@@ -182,38 +177,33 @@ def memory_breakdown(
     planned: Sequence[int],
     plain_problem: Problem | None = None,
     *,
-    moving: Sequence[int] | None = None,
-    slot_bytes: int = 0,
+    there: tuple[int, int] = (0, 0),
     has_gradients: bool = False,
 ) -> tuple[AccountLine, ...]:
     """The lines, whose last one is their sum.
 
     `plain_problem` is the one of the plain curve, where it is another. 'activations' is what changes: bytes of nodes.
     'temporaries' is the rest: results that live for a few operators, and gradients that are on their way.
-    Where shares of the optimizer's state are items of `problem`, `moving` is what of them is there in each tick, and
-    `slot_bytes` what passes through in the optimizer's.
+    `there`: what of the optimizer's state is on the device in items, and in places (`StateShares.there`).
     """
-    before = _column(plain_problem or problem, plain, None, 0, has_gradients=has_gradients)
-    after = _column(problem, planned, moving, slot_bytes, has_gradients=has_gradients)
+    before = _column(plain_problem or problem, plain, (0, 0), has_gradients)
+    after = _column(problem, planned, there, has_gradients)
     return tuple(AccountLine(what=name, plain_bytes=before[name], planned_bytes=after[name]) for name in before)
 
 
-def _column(
-    problem: Problem, curve: Sequence[int], moving: Sequence[int] | None, slot_bytes: int, *, has_gradients: bool
-) -> dict[str, int]:
+def _column(problem: Problem, curve: Sequence[int], there: tuple[int, int], has_gradients: bool) -> dict[str, int]:
     state = problem.profile.state
     tick = max(range(len(curve)), key=curve.__getitem__)
     base = problem.step.ticks[tick].base_bytes
-    there = moving[tick] if moving is not None else 0
-    slots = slot_bytes if tick == len(problem.starts) - 1 else 0
+    here, slots = there
     gradients = gradients_at(problem, tick, has_gradients)
     fixed = state_bytes(problem.profile, has_gradients=has_gradients) - problem.state_bytes
     return {
-        "weights": state.parameters,
-        STATE: state.optimizer - problem.state_bytes + there + slots,
-        "buffers and batch": state.buffers + state.inputs + state.others + state.rounding,
-        "gradients": gradients,
-        "activations": int(curve[tick]) - base - there,
+        WEIGHTS: state.parameters,
+        STATE: state.optimizer - problem.state_bytes + here + slots,
+        OTHERS: state.buffers + state.inputs + state.others + state.rounding,
+        GRADIENTS: gradients,
+        ACTIVATIONS: int(curve[tick]) - base - here,
         TEMPORARIES: base - slots - fixed - (0 if has_gradients else gradients),
         "peak": int(curve[tick]),
     }
@@ -222,8 +212,6 @@ def _column(
 def gradients_at(problem: Problem, tick: int, has_gradients: bool) -> int:
     """Bytes of gradients that have been made by a tick."""
     profile = problem.profile
-    if has_gradients:
-        return profile.state.gradients
-    if tick >= len(problem.starts) - 1:
+    if has_gradients or tick >= len(problem.starts) - 1:
         return profile.state.gradients
     return profile.op_gradient_bytes[problem.starts[tick + 1] - 1]

@@ -43,15 +43,15 @@ from typing import ClassVar
 import numpy as np
 
 from lowtide.config.memory import MemoryConfig
-from lowtide.core.decisions import AccountLine, OptimizerPlacement, WeightsPlacement
+from lowtide.core.decisions import OptimizerPlacement, WeightsPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.planner.advice import STATE, TEMPORARIES
 from lowtide.planner.place_state import batch_tokens, bucket_size, bucket_temporaries, refuse_without_effect
-from lowtide.planner.problem import Problem
+from lowtide.planner.problem import Problem, added_gradients, new_gradients
 from lowtide.planner.space import Found
 from lowtide.planner.state_items import NAME, StateShares
+from lowtide.timeline.events import Timeline
 from lowtide.timeline.step import Item, Link, Visit
 from lowtide.units import format_bytes
 
@@ -122,7 +122,7 @@ class UpdatesInBackward(StateShares):
     def without_large(self, profile: Profile) -> UpdatesInBackward:
         """The same where the state of parameters stays that fills many places: compute would wait for it."""
         large_bytes = int(NUM_PLACES * self.bucket_bytes / self.bytes_per_gradient_byte)
-        large = sum(nbytes for nbytes in _new_gradients(profile).tolist() if nbytes > large_bytes)
+        large = sum(nbytes for nbytes in new_gradients(profile).tolist() if nbytes > large_bytes)
         moved_bytes = self.nbytes - round(large * self.bytes_per_gradient_byte)
         if not large or moved_bytes <= self.slot_bytes:
             return self
@@ -163,11 +163,11 @@ class UpdatesInBackward(StateShares):
         last = len(starts) - 1
         ratio = self.bytes_per_gradient_byte
         closed = [(bisect.bisect_right(starts, op) - 1, nbytes) for op, nbytes in self._closed(profile)]
-        left = int(_new_gradients(profile).sum()) - sum(nbytes for _, nbytes in closed)
+        left = int(new_gradients(profile).sum()) - sum(nbytes for _, nbytes in closed)
         all_of_them = (*closed, (last, left))
         most = math.inf if self.large_bytes is None else self.large_bytes
         buckets = [(need, round(ratio * nbytes)) for need, nbytes in all_of_them if nbytes <= most]
-        gradients = np.flatnonzero(_new_gradients(profile))
+        gradients = np.flatnonzero(new_gradients(profile))
         first = bisect.bisect_left(starts, gradients[0] + 1) if len(gradients) else last
         items: list[Item] = []
         for need, nbytes in buckets:
@@ -178,14 +178,12 @@ class UpdatesInBackward(StateShares):
                 items.append(visitor(f"{NAME} {len(items)}", size, need, min(free, need), leave_bytes=size))
         return dataclasses.replace(problem, step=dataclasses.replace(step, items=(*step.items, *items)))
 
-    def shown(self, account: Sequence[AccountLine], problem: Problem, tick: int) -> tuple[AccountLine, ...]:
-        """Buckets are the optimizer's state, and no temporaries, in what is planned for a tick."""
+    def there(self, problem: Problem, fates: Sequence[Fate], timeline: Timeline) -> tuple[int, int]:
+        """Buckets in their places, from the first gradient on."""
+        tick = timeline.peak_tick
         is_last = tick >= len(problem.starts) - 1
         is_there = is_last or problem.profile.op_gradient_bytes[problem.starts[tick + 1] - 1] > 0
-        more = {STATE: self.slot_bytes * is_there, TEMPORARIES: -self.slot_bytes * is_there}
-        return tuple(
-            dataclasses.replace(line, planned_bytes=line.planned_bytes + more.get(line.what, 0)) for line in account
-        )
+        return 0, self.slot_bytes * is_there
 
 
 def visitor(name: str, nbytes: int, need: int, free: int, *, leave_bytes: int = 0) -> Item:
@@ -217,28 +215,16 @@ def _in_flight(made: np.ndarray, closed: Sequence[tuple[int, int]]) -> np.ndarra
     return made - np.cumsum(freed)
 
 
-def _new_gradients(profile: Profile) -> np.ndarray:
-    """Bytes of gradients that each operator makes."""
-    return np.maximum(np.diff(np.asarray(profile.op_gradient_bytes, dtype=np.int64), prepend=0), 0)
-
-
 def closed_buckets(profile: Profile, bucket_bytes: int) -> list[tuple[int, int]]:
     """The operator at which each bucket has been updated, and its gradients' bytes. What is left is updated when
     backward is over."""
-    names = profile.op_names
     closed: list[tuple[int, int]] = []
     bucket = 0
-    waiting: list[int] = []
-    for index, nbytes in enumerate(_new_gradients(profile).tolist()):
-        # Autograd adds what the module before has made.
-        if waiting and names[index].rpartition(".")[0] != names[index - 1].rpartition(".")[0]:
-            for gradient in waiting:
-                if bucket and bucket + gradient > bucket_bytes:
-                    closed.append((index, bucket))
-                    bucket = 0
-                bucket += gradient
-            waiting = []
-        waiting += [nbytes] * (nbytes > 0)
+    for index, gradient in added_gradients(profile):
+        if bucket and bucket + gradient > bucket_bytes:
+            closed.append((index, bucket))
+            bucket = 0
+        bucket += gradient
     return closed
 
 

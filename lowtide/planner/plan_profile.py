@@ -27,7 +27,7 @@ from lowtide.planner.place_state import StateSeconds, placed, shared_seconds, sh
 from lowtide.planner.problem import decisions
 from lowtide.planner.rerun_layers import call_seconds
 from lowtide.planner.space import Found, Question, Space, Way
-from lowtide.planner.state_items import StateShares, split, state_curve
+from lowtide.planner.state_items import StateShares, split
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
 from lowtide.units import format_seconds
@@ -234,18 +234,14 @@ def _plan_of(
         swap_excess_seconds=excess_seconds,
         certainty=f"{source} {profile.device}",
     )
-    shares, there, slot_bytes = found.way.shares, None, 0
+    shares = found.way.shares
     frees_gradients = shares is not None and shares.frees_gradients
-    if shares is not None and not frees_gradients:
-        slot_bytes = shares.slot_bytes if placement.moved_bytes else 0
-        there = state_curve(problem, found.fates, timeline.evict_by, timeline.prefetch_at).tolist()
     account = memory_breakdown(
         problem,
         plain_bytes.tolist(),
         timeline.curve,
         plain_problem,
-        moving=there,
-        slot_bytes=slot_bytes,
+        there=(0, 0) if shares is None else shares.there(problem, found.fates, timeline),
         has_gradients=question.has_gradients and not frees_gradients,
     )
     return Plan(
@@ -263,7 +259,7 @@ def _plan_of(
         row_wise=question.profile.row_wise,
         budget_bytes=budget_bytes,
         predicted=prediction,
-        account=account if shares is None else shares.shown(account, problem, timeline.peak_tick),
+        account=account,
         optimizer=None if config.optimizer == "keep" else placement,
         weights=_weights_of(found, config),
     )

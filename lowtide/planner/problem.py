@@ -181,20 +181,30 @@ def op_base_bytes(profile: Profile, fixed: Mapping[int, bool], *, has_gradients:
 def _accumulated(profile: Profile) -> np.ndarray:
     """Of the gradients that a micro-batch has made before each operator, the bytes that are in older ones by then.
 
-    The older ones are in the state. A new one exists beside its older one until autograd adds it, which is when the
-    backward of the module at hand goes over to another: what is left of it there (a transpose, a bias) runs first.
+    The older ones are in the state. A new one exists beside its older one until autograd adds it.
     """
-    made = np.asarray(profile.op_gradient_bytes, dtype=np.int64)
-    new = np.diff(made, prepend=0)
-    paths = [name.rpartition(".")[0] for name in profile.op_names]
-    gone = np.zeros(len(made), dtype=np.int64)
-    end = len(made)
-    for index in range(len(made) - 1, -1, -1):
-        if index + 1 < len(made) and paths[index] != paths[index + 1]:
-            end = index + 1
-        if end < len(made):
-            gone[end] += new[index]
+    gone = np.zeros(len(profile.op_names), dtype=np.int64)
+    for index, nbytes in added_gradients(profile):
+        gone[index] += nbytes
     return np.cumsum(gone)
+
+
+def added_gradients(profile: Profile) -> Iterator[tuple[int, int]]:
+    """The bytes of each gradient, and the operator before which autograd adds it: where the backward of the module at
+    hand goes over to another. What is left of it there (a transpose, a bias) runs first."""
+    waiting: list[int] = []
+    before = ""
+    for index, (name, nbytes) in enumerate(zip(profile.op_names, new_gradients(profile).tolist(), strict=True)):
+        path = name.rpartition(".")[0]
+        if path != before:
+            yield from ((index, gradient) for gradient in waiting)
+            waiting, before = [], path
+        waiting += [nbytes] * (nbytes > 0)
+
+
+def new_gradients(profile: Profile) -> np.ndarray:
+    """Bytes of gradients that each operator makes."""
+    return np.maximum(np.diff(np.asarray(profile.op_gradient_bytes, dtype=np.int64), prepend=0), 0)
 
 
 def _last_uses(profile: Profile) -> dict[str, int]:

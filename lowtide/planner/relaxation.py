@@ -39,7 +39,7 @@ from lowtide.planner.linear_program import (
     prefix,
     transient,
 )
-from lowtide.timeline.memory import StepArrays, presence
+from lowtide.timeline.memory import StepArrays, plain_curve, presence
 from lowtide.timeline.step import Link, Step
 
 _TOLERANCE = 1e-6
@@ -112,7 +112,7 @@ class Program:
         self.arrays = StepArrays.of(step)
         self.needs = Needs.of(self.arrays)
         self.is_retained_input = np.array([item.is_retained_input for item in step.items], dtype=bool)
-        self.plain = _plain(self.arrays)
+        self.plain: Floats = plain_curve(self.arrays).astype(np.float64)
         visits = self.arrays.visit_bytes
         self._visiting = presence(self.arrays, self.arrays.fetch_from + 1, self.needs.last, visits)
         """Bytes of visitors that may be there before they are needed: ticks count them already."""
@@ -413,10 +413,3 @@ class Program:
             recompute=np.clip(recompute, 0, 1),
             keep=keep,
         )
-
-
-def _plain(arrays: StepArrays) -> Floats:
-    """Bytes in each tick when every site is kept and no retained input is, whether fates allow that or not."""
-    is_site = arrays.first_read < arrays.num_ticks
-    end = np.where(is_site, np.maximum(arrays.dies, arrays.release), arrays.dies)
-    return (arrays.base + presence(arrays, arrays.born, end, arrays.nbytes)).astype(np.float64)

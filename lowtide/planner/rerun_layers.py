@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from lowtide.core.profile import LayerCall, Profile, Shift, Site
+from lowtide.core.profile import ByteSpan, LayerCall, Profile, Shift, Site, byte_curve
 
 _GONE = "its layer runs again"
 
@@ -141,8 +140,7 @@ class _Again:
         names = column(old.op_names, lambda rerun: old.op_names[rerun.call.first_op : rerun.call.end_op])
         seconds = column(old.op_seconds, self._rerun_seconds)
         gradients = column(old.op_gradient_bytes, lambda rerun: [old.op_gradient_bytes[rerun.at - 1]] * rerun.length)
-        op_bytes = column(old.op_bytes, self._rerun_bytes)
-        self._add_gone(op_bytes)
+        op_bytes = map(sum, zip(column(old.op_bytes, self._rerun_bytes), byte_curve(self._gone_spans(), len(names))))
         return dataclasses.replace(
             old,
             op_names=tuple(names),
@@ -164,20 +162,13 @@ class _Again:
         around = min(self.old.op_bytes[rerun.at - 1], self.old.op_bytes[rerun.at])
         return [around + made for made in rerun.call.op_bytes]
 
-    def _add_gone(self, op_bytes: list[int]) -> None:
+    def _gone_spans(self) -> Iterator[ByteSpan]:
         """The bytes of what is no node any more: while the forward runs, and from the second run to its last reader."""
-        changes = [0] * (len(op_bytes) + 1)
-
-        def present(start: int, stop: int, nbytes: int) -> None:
-            if stop > start:
-                changes[start] += nbytes
-                changes[stop] -= nbytes
-
         num_ops = len(self.old.op_names)
         for node in self.old.nodes:
             call = self.gone.get(node.name)
             if call is not None:
-                present(node.born, self.shift.end(min(node.dies, num_ops)), node.nbytes)
+                yield node.born, self.shift.end(min(node.dies, num_ops)), node.nbytes
             else:
                 call = self._call_of(node.born) if node.born >= 0 else None
             rerun = self.reruns.get(call.first_op) if call is not None else None
@@ -188,11 +179,9 @@ class _Again:
             stop = min(node.dies, rerun.call.end_op) + shift
             if node.name in self.gone and node.reads:
                 stop = max(stop, self.shift.end(node.release))
-            present(node.born + shift, stop, node.nbytes)
+            yield node.born + shift, stop, node.nbytes
         for first, rerun in self.reruns.items():
-            present(rerun.start, self.shift.end(self.over[first]), rerun.call.staying_bytes)
-        for index, change in enumerate(accumulate(changes[:-1])):
-            op_bytes[index] += change
+            yield rerun.start, self.shift.end(self.over[first]), rerun.call.staying_bytes
 
     def _nodes(self) -> list[Site]:
         kept = [node for node in self.old.nodes if node.name not in self.gone]

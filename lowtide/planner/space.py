@@ -144,8 +144,8 @@ class Found:
 
     def events(self) -> tuple[Event, ...]:
         """Of compute and the lanes."""
-        fixed: Any = {"evict_by": self.timeline.evict_by, "prefetch_at": self.timeline.prefetch_at}
-        return run(self.problem.step, self.fates, self.way.question.link, **fixed, with_events=True).events
+        how: Any = {"budget_bytes": self.limit_bytes, "with_events": True}
+        return run(self.problem.step, self.fates, self.way.question.link, **how).events
 
     @property
     def swaps(self) -> bool:

@@ -25,11 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowtide.core.decisions import AccountLine
 from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.planner.problem import Problem
-from lowtide.timeline.memory import Ints, StepArrays, curve
+from lowtide.timeline.events import Timeline
 from lowtide.timeline.step import Item, Tick
 
 NAME = "optimizer state"
@@ -71,9 +70,19 @@ class StateShares:
         """`problem` of the step that is `here`, with what comes and goes as its last items. `profile`: before that."""
         return with_state(problem, self)
 
-    def shown(self, account: Sequence[AccountLine], problem: Problem, tick: int) -> tuple[AccountLine, ...]:
-        """The account of a tick, with all of the state that is there among the optimizer's."""
-        return tuple(account)
+    def there(self, problem: Problem, fates: Sequence[Fate], timeline: Timeline) -> tuple[int, int]:
+        """Of the state, what is on the device at the peak: bytes of items, and of places that ticks count."""
+        tick, start = timeline.peak_tick, len(problem.nodes)
+        if tick in (0, len(problem.step.ticks) - 1):
+            return 0, 0  # moments without bytes of their own
+        shares = zip(self.sizes, fates[start:], timeline.evict_by[start:], timeline.prefetch_at[start:], strict=True)
+        here = sum(
+            size
+            for size, fate, gone, back in shares
+            if fate is Fate.KEEP or (gone is not None and back is not None and not gone <= tick < back)
+        )
+        moves = any(fate is not Fate.KEEP for fate in fates[start:])
+        return here, self.slot_bytes if moves and tick == len(problem.starts) - 1 else 0
 
 
 def with_state(problem: Problem, shares: StateShares) -> Problem:
@@ -125,15 +134,3 @@ def in_order(problem: Problem, fates: Sequence[Fate]) -> tuple[Fate, ...]:
     own, state = split(problem, fates)
     order = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
     return (*own, *sorted(state, key=order.index))
-
-
-def state_curve(
-    problem: Problem, fates: Sequence[Fate], evict_by: Sequence[int | None], prefetch_at: Sequence[int | None]
-) -> Ints:
-    """Bytes of shares on the device in each tick."""
-    start = len(problem.nodes)
-    ticks = tuple(dataclasses.replace(tick, base_bytes=0) for tick in problem.step.ticks)
-    alone = dataclasses.replace(problem.step, ticks=ticks, items=problem.step.items[start:])
-    there = curve(StepArrays.of(alone), fates[start:], evict_by=evict_by[start:], prefetch_at=prefetch_at[start:])
-    there[[0, -1]] -= problem.state_bytes
-    return there

@@ -11,12 +11,21 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from lowtide.core.profile import HiddenBytes, LayerCall, Profile, Site, StateBytes, StayingBytes, layer_of
+from lowtide.core.profile import (
+    ByteSpan,
+    HiddenBytes,
+    LayerCall,
+    Profile,
+    Site,
+    StateBytes,
+    StayingBytes,
+    byte_curve,
+    layer_of,
+)
 from lowtide.core.recipe import Recipe
 from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.layers import layer_rows_of
@@ -176,10 +185,6 @@ def _short_op(storage: Storage) -> str:
     return stem if stem and number.isdigit() else last
 
 
-ByteSpan = tuple[int, int, int]
-"""The operators while which a storage is there (first, end), and its bytes."""
-
-
 def byte_spans(trace: Trace) -> tuple[list[ByteSpan], list[ByteSpan]]:
     """What a profile's `op_bytes` and `op_gradient_bytes` count."""
     end, nodes, release = len(trace.ops.names), {node.storage.index for node in trace.nodes}, dict(trace.never_read)
@@ -196,15 +201,6 @@ def _span(storage: Storage, end: int) -> ByteSpan:
     """`end`: the number of operators."""
     dies = end if storage.dies is None else min(end, storage.dies)
     return max(0, storage.born), dies, storage.nbytes
-
-
-def byte_curve(spans: Iterable[ByteSpan], end: int) -> tuple[int, ...]:
-    """The sum of bytes at each of `end` operators; spans are half-open (first, end, bytes)."""
-    changes = [0] * (end + 1)
-    for first, last, nbytes in spans:
-        changes[first] += nbytes
-        changes[last] -= nbytes
-    return tuple(accumulate(changes[:end]))
 
 
 def _layer_calls(trace: Trace, nodes: set[int], names: set[str]) -> Iterator[LayerCall]:

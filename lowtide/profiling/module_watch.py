@@ -110,9 +110,8 @@ class ModuleWatch:
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def _enter_layer(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        state, now = self.state, next_sequence_number()
-        first_op = state.ops.count
-        span = Span(name=name, first_op=first_op, end_op=0, enough_op=0, first_sequence=now, end_sequence=0)
+        state = self.state
+        span = Span(name=name, first_op=state.ops.count)
         with state.silently():
             span.why_not = why_not_rerun(module, args, kwargs)
         span.given, span.versions = self._given_to(name, (args, kwargs), span), versions_of_parameters(module)

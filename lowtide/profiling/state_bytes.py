@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.core.profile import StateBytes
+from lowtide.core.profile import StateBytes, byte_curve
 from lowtide.recipes.graph import Storage
 from lowtide.tensors.fsdp import is_sharded, local_part
 from lowtide.tensors.kinds import swapped_weights_of
@@ -357,17 +357,14 @@ def rounding_bytes(
     observed step; those in `off_device` do not count."""
     if grain == 1:
         return 0
-    changes: dict[int, int] = {}
-    for storage in storages:
-        if storage.index not in off_device:
-            changes[storage.born] = changes.get(storage.born, 0) + -storage.nbytes % grain
-            if storage.dies is not None:
-                # Beside what the operator makes that runs when it dies.
-                changes[storage.dies + 1] = changes.get(storage.dies + 1, 0) - (-storage.nbytes % grain)
-    now = most = 0
-    for index in sorted(changes):
-        now += changes[index]
-        most = max(most, now)
+    end = 2 + max((max(storage.born, storage.dies or 0) for storage in storages), default=0)
+    # Beside what the operator makes that runs when it dies.
+    spans = (
+        (max(storage.born, 0), end if storage.dies is None else storage.dies + 1, -storage.nbytes % grain)
+        for storage in storages
+        if storage.index not in off_device
+    )
+    most = max(byte_curve(spans, end))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     per_parameter = 1 if optimizer is None else 1 + _OPTIMIZER_TENSORS
     beside = sum(-(parameter.numel() * parameter.itemsize) % grain for parameter in trained)

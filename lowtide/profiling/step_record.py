@@ -72,15 +72,14 @@ class NodeRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Span:
-    """One call of a layer: half-open ranges of forward operators and of autograd's sequence numbers."""
+    """One call of a layer: a half-open range of forward operators, and autograd's number when it was over."""
 
     name: str
     first_op: int
-    end_op: int
-    enough_op: int
+    end_op: int = 0
+    enough_op: int = 0
     """The first operator from which on nothing is saved."""
-    first_sequence: int
-    end_sequence: int
+    end_sequence: int = 0
     inputs: tuple[str, ...] = ()
     """Names of the nodes that the call was given: what a second run of the layer starts from."""
     why_not: str = ""
@@ -102,8 +101,6 @@ class Operators:
     names: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """Once the step is over."""
-    sequences: list[int] = field(default_factory=list)
-    """Of backward operators: number of the autograd node that was running; -1 in forward."""
     num_forward: int = -1
     """-1: the forward is not over."""
     start_sequence: int = 0
@@ -113,6 +110,8 @@ class Operators:
     gives out."""
     _marks: list[Any] = field(default_factory=list)
     _end_sequence: int = 0
+    _sequence: int = -1
+    """Number of the autograd node that the last backward operator ran for; -1 in forward."""
     _nodes: list[tuple[int, str]] = field(default_factory=list)
     """Autograd's number of the last node that an operator of the forward made, and the operator's name."""
 
@@ -134,8 +133,8 @@ class Operators:
         self._end_sequence = next_sequence_number()
 
     def add(self, call: OpCall, mark: Any, sequence: int) -> None:
-        """An operator has run. `sequence`: as in `sequences`."""
-        self.sequences.append(sequence)
+        """An operator has run. `sequence`: number of the autograd node that was running; -1 in forward."""
+        self._sequence = sequence
         if not self.is_backward:
             self.calls.append(call)
         self._marks.append(self.clock.seconds(mark, call))
@@ -162,14 +161,14 @@ class Operators:
     def backward_now(self) -> tuple[int, str]:
         """The number and the name of the backward operator that is running."""
         node = current_autograd_node()
-        number = self.sequences[-1] if node is None else self._known(sequence_number(node))
+        number = self._sequence if node is None else self._known(sequence_number(node))
         position = bisect.bisect_right(self._nodes, number, key=itemgetter(0)) - 1
         return number, f"{self._nodes[position][1] if position >= 0 else OUTSIDE}:backward"
 
     def _known(self, number: int) -> int:
         """Gradient accumulators, and what a recomputation made in backward, have numbers beyond the forward's: they
         count to what ran before them."""
-        return number if self.start_sequence <= number < self._end_sequence else self.sequences[-1]
+        return number if self.start_sequence <= number < self._end_sequence else self._sequence
 
     def finish(self) -> None:
         """The step is over: the clock says how long each operator took."""

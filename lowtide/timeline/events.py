@@ -18,9 +18,8 @@ The rules:
 - recomputed items are made at their first need, in a chain, on the compute lane;
 - a copy slows compute down by `compute_share` of its own time, charged to the tick at which it is issued.
 
-With `evict_by` and `prefetch_at` given (a plan that exists), only the clock is played: on a slower link the step
-takes longer, and the curve is the same. A faster link never makes a step slower (`compute_share`
-aside: where a slow copy is waited for anyway, its contention costs nothing).
+A faster link never makes a step slower (`compute_share` aside: where a slow copy is waited for anyway, its contention
+costs nothing).
 
 Cost: about 2 ms for 32 layers of 11 items, 20 ms for 128 of 40; see `StepArrays` for many runs over one step.
 
@@ -42,12 +41,10 @@ from lowtide.timeline.memory import (
     Ints,
     Lifetimes,
     StepArrays,
-    Ticks,
     earliest_evict,
     floor_curve,
     peak,
     presence,
-    swapped_ticks,
 )
 from lowtide.timeline.step import Link, Step
 
@@ -96,33 +93,22 @@ def run(
     link: Link,
     *,
     budget_bytes: int | None = None,
-    evict_by: Ticks | None = None,
-    prefetch_at: Ticks | None = None,
-    slack: float = SLACK,
     with_events: bool = False,
     lifetimes: Lifetimes | None = None,
 ) -> Timeline:
-    """Play one step. A budget that cannot be kept raises nothing: `peak_bytes` is then larger.
-
-    `evict_by` and `prefetch_at`, one entry for each item, fix what is chosen otherwise. `lifetimes`: of these fates,
-    if they are known.
-    """
+    """Play one step. A budget that cannot be kept raises nothing: `peak_bytes` is then larger. `lifetimes`: of these
+    fates, if they are known."""
     arrays = StepArrays.of(step)
     lifetimes = lifetimes or Lifetimes.of(arrays, fates)
-    clock = _Clock(arrays, lifetimes, link, slack, with_events)
+    clock = _Clock(arrays, lifetimes, link, with_events)
     curve = floor_curve(arrays, lifetimes)
     swapped = clock.swapped
 
-    clock.play_forward(curve, budget_bytes, None if evict_by is None else swapped_ticks(evict_by, swapped))
+    clock.play_forward(curve, budget_bytes)
     evict_ticks = np.array(clock.evict_by, np.int64)
     curve += presence(arrays, earliest_evict(arrays)[swapped], evict_ticks, arrays.nbytes[swapped])
 
-    if prefetch_at is None:
-        prefetch_ticks = clock.choose_fetches(curve, budget_bytes)
-    else:
-        prefetch_ticks = swapped_ticks(prefetch_at, swapped)
-        ends = np.maximum(lifetimes.need, arrays.dies)[swapped]
-        curve += presence(arrays, np.maximum(prefetch_ticks, arrays.dies[swapped]), ends, arrays.nbytes[swapped])
+    prefetch_ticks = clock.choose_fetches(curve, budget_bytes)
     clock.play_backward(prefetch_ticks)
 
     peak_bytes, peak_tick = peak(curve)
@@ -144,10 +130,9 @@ def run(
 class _Clock:
     """The lanes. Positions in `swapped` stand for items: 0 is the first that was saved."""
 
-    def __init__(self, arrays: StepArrays, lifetimes: Lifetimes, link: Link, slack: float, with_events: bool) -> None:
+    def __init__(self, arrays: StepArrays, lifetimes: Lifetimes, link: Link, with_events: bool) -> None:
         self.arrays = arrays
         self.lifetimes = lifetimes
-        self.slack = slack
         self.with_events = with_events
         self.now = 0.0
         self.stall_seconds = 0.0
@@ -171,29 +156,23 @@ class _Clock:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def play_forward(self, floor: Ints, budget_bytes: int | None, fixed: Ints | None) -> None:
+    def play_forward(self, floor: Ints, budget_bytes: int | None) -> None:
         """Tick by tick: start copies of what was saved, release what was copied, wait where memory would run out."""
         arrays = self.arrays
         num_forward = arrays.step.num_forward_ticks
-        assert fixed is None or np.all((fixed > arrays.saved[self.swapped]) & (fixed <= num_forward))
         saved = arrays.saved[self.swapped].tolist()
         nbytes, copy_seconds = arrays.nbytes[self.swapped].tolist(), self.out_seconds.tolist()
         items, visitors = self.swapped.tolist(), _Visitors(self)
         durations = (arrays.seconds + self.contention)[:num_forward].tolist()
         # From this tick on only autograd holds it.
         idle = earliest_evict(arrays)[self.swapped]
-        due = None if fixed is None else _positions_by_tick(fixed, num_forward)
         landed = [0.0] * len(saved)
         room = None if budget_bytes is None else budget_bytes - floor[:num_forward]
         coming = _Coming(arrays, idle, room)
         next_out = 0
         lane_free = 0.0
         for tick in range(num_forward):
-            if due is not None:
-                for position in due[tick]:
-                    self.evict_by[position] = tick
-                    self.wait_for(landed[position], items[position])
-            elif tick in coming.room:
+            if tick in coming.room:
                 coming.enter(tick, saved, nbytes)
                 while coming.waiting:
                     position = coming.waiting[0]
@@ -255,7 +234,7 @@ class _Clock:
     def _latest_ticks(self, order: list[int], needs: list[int]) -> list[int]:
         """In `order`: the last tick that starts early enough for all that comes after it in the lane."""
         num_forward = self.arrays.step.num_forward_ticks
-        copy_seconds, starts = (self.in_seconds * (1.0 + self.slack)).tolist(), self._nominal_starts().tolist()
+        copy_seconds, starts = (self.in_seconds * (1.0 + SLACK)).tolist(), self._nominal_starts().tolist()
         latest = [0.0] * len(order)
         following = math.inf
         for place in range(len(order) - 1, -1, -1):
@@ -437,15 +416,6 @@ class _Coming:
     def leave(self, nbytes: list[int]) -> None:
         """The item whose copy completes first is released."""
         self._bytes -= nbytes[heapq.heappop(self.waiting)]
-
-
-def _positions_by_tick(ticks: Ints, num_ticks: int) -> list[list[int]]:
-    """For each tick the positions that have it; later ones are in none."""
-    by_tick: list[list[int]] = [[] for _ in range(num_ticks)]
-    for position, tick in enumerate(ticks.tolist()):
-        if tick < num_ticks:
-            by_tick[tick].append(position)
-    return by_tick
 
 
 def _by_item(arrays: StepArrays, swapped: Ints, ticks: Ints) -> tuple[int | None, ...]:

@@ -19,7 +19,6 @@ storage (it is counted twice, the safe side).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -199,13 +198,11 @@ class Lifetimes:
 
 
 def plain_curve(step: Step | StepArrays) -> Ints:
-    """Bytes on the device in each tick when everything is kept, also items that may not be kept."""
+    """Bytes on the device in each tick when everything is kept, also items that may not be kept, and no retained input
+    is."""
     arrays = StepArrays.of(step)
-    items = arrays.step.items
-    if any(Fate.KEEP not in item.fates for item in items):
-        items = tuple(dataclasses.replace(item, fates=(Fate.KEEP,)) for item in items)
-        arrays = StepArrays.of(dataclasses.replace(arrays.step, items=items))
-    return curve(arrays, [Fate.KEEP] * len(items))
+    end = np.where(arrays.first_read < arrays.num_ticks, np.maximum(arrays.dies, arrays.release), arrays.dies)
+    return arrays.base + presence(arrays, arrays.born, end, arrays.nbytes)
 
 
 def curve(

@@ -41,7 +41,11 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def edits(text: str) -> Iterator[tuple[str, str]]:
     """What was done, and the text that it gives: each value replaced, removed, or given a key that nobody knows."""
     whole = json.loads(text)
+    # Entries of a list have one type: a place is edited once, in the first entry that has it.
+    places: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for path in leaves(whole):
+        places.setdefault(tuple("*" if isinstance(step, int) else step for step in path), path)
+    for path in places.values():
         if not path:
             continue
         around = copy.deepcopy(whole)
@@ -82,7 +86,7 @@ def test_no_edited_plan_ends_in_a_traceback() -> None:
             pass
         except Exception as error:
             pytest.fail(f"{what}: {type(error).__name__}: {error}")
-    assert num_refused > 1000
+    assert num_refused > 900
 
 
 def test_no_edited_profile_ends_in_a_traceback() -> None:
@@ -97,7 +101,7 @@ def test_no_edited_profile_ends_in_a_traceback() -> None:
             num_refused += 1
             continue
         accepted.setdefault(profile.to_json(), what)
-    assert num_refused > 1000
+    assert num_refused > 900
     for text, what in accepted.items():
         try:
             plan_profile(Profile.from_json(text), memory, link=LINK, with_suggestions=False, time_limit_seconds=0.2)

@@ -60,7 +60,6 @@ def test_a_copy_gets_twice_its_time_before_compute_would_wait_for_it() -> None:
     step, fates = three_layers(), [SWAP, KEEP, KEEP]
     played = run(step, fates, link(12.5))
     assert played.evict_by == (3, None, None)
-    assert run(step, fates, link(6.25), evict_by=played.evict_by, prefetch_at=(3, None, None)).stall_seconds == 0.0
 
 
 def test_of_two_that_are_needed_at_once_the_last_produced_comes_first() -> None:
@@ -142,14 +141,6 @@ def test_a_step_without_items_or_backward() -> None:
     assert played.events == (Event(lane="compute", name="forward 0", start=0.0, end=2.0),)
 
 
-def test_fixed_ticks_out_of_range_are_our_own_mistake() -> None:
-    step, fates = three_layers(), [SWAP, KEEP, KEEP]
-    for leave, fetch in [((0, None, None), None), ((4, None, None), None), (None, (2, None, None)),
-                         (None, (6, None, None)), ((None, None, None), None)]:  # fmt: skip
-        with pytest.raises(AssertionError):
-            run(step, fates, link(1.0), evict_by=leave, prefetch_at=fetch)
-
-
 # -- the rules, read back from the events ------------------------------------------------------------------------------
 
 
@@ -199,19 +190,6 @@ def check_rules(step: Step, fates: Sequence[Fate], played: Timeline) -> None:
 def test_the_rules(case: Case, budget: int | None) -> None:
     step, fates, link = case
     check_rules(step, fates, run(step, fates, link, budget_bytes=budget, with_events=True))
-
-
-@given(cases(), st.sampled_from([None, 60, 100]), st.sampled_from([1.0, 0.3, 1.7]))
-@settings(max_examples=100)
-def test_the_rules_of_a_fixed_plan_on_another_link(case: Case, budget: int | None, factor: float) -> None:
-    step, fates, link = case
-    planned = run(step, fates, link, budget_bytes=budget)
-    other = scaled(link, factor)
-    check_rules(
-        step,
-        fates,
-        run(step, fates, other, evict_by=planned.evict_by, prefetch_at=planned.prefetch_at, with_events=True),
-    )
 
 
 def scaled(link: Link, factor: float) -> Link:
@@ -270,18 +248,6 @@ def test_a_faster_link_is_never_slower(case: Case, room: int | None, factor: flo
     assert fast.step_seconds <= slow.step_seconds + 1e-9
 
 
-@given(cases(), st.sampled_from([None, 60, 100]), st.sampled_from([1.0, 0.9, 0.5, 0.05]))
-@settings(max_examples=150)
-def test_a_slower_link_than_planned_takes_time_and_no_memory(case: Case, budget: int | None, factor: float) -> None:
-    step, fates, link = case
-    planned = run(step, fates, link, budget_bytes=budget)
-    real = run(step, fates, scaled(link, factor), evict_by=planned.evict_by, prefetch_at=planned.prefetch_at)
-    assert real.curve == planned.curve
-    assert real.step_seconds >= planned.step_seconds - 1e-9
-    if factor == 1.0:
-        assert real == planned
-
-
 @given(cases(contention=False))
 def test_copies_that_take_no_time_cost_none(case: Case) -> None:
     step, fates, _ = case
@@ -289,21 +255,25 @@ def test_copies_that_take_no_time_cost_none(case: Case) -> None:
     assert played.stall_seconds == pytest.approx(0.0, abs=1e-9)
 
 
+def run_with_slack(slack: float, case: Case) -> Timeline:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowtide.timeline.events.SLACK", slack)
+        return run(*case)
+
+
 @given(cases(contention=False))
 @settings(max_examples=150)
 def test_fetching_late_costs_nothing(case: Case) -> None:
     """Memory aside, the chosen ticks are as good as fetching everything when backward starts."""
-    step, fates, link = case
-    played = run(step, fates, link)
-    first = tuple(None if tick is None else step.num_forward_ticks for tick in played.prefetch_at)
-    assert played.step_seconds <= run(step, fates, link, prefetch_at=first).step_seconds + 1e-9
+    played, early = run(*case), run_with_slack(1e9, case)
+    assert {tick for tick in early.prefetch_at if tick is not None} <= {case[0].num_forward_ticks}
+    assert played.step_seconds <= early.step_seconds + 1e-9
 
 
 @given(cases())
 def test_slack_makes_room_for_a_slower_link(case: Case) -> None:
     """Without a budget, more slack never issues a fetch later."""
-    step, fates, link = case
-    early, late = run(step, fates, link, slack=2.0), run(step, fates, link, slack=0.0)
+    early, late = run_with_slack(2.0, case), run_with_slack(0.0, case)
     assert all(a <= b for a, b in zip(early.prefetch_at, late.prefetch_at) if a is not None and b is not None)
 
 

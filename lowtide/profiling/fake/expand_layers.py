@@ -17,9 +17,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from lowtide.core.profile import LayerCall, Profile, Shift, Site
+from lowtide.core.profile import ByteSpan, LayerCall, Profile, Shift, Site, byte_curve
 from lowtide.core.recipe import Recipe
-from lowtide.profiling.build_profile import ByteSpan, byte_curve
 from lowtide.profiling.fake.fake_model import CannotSkipError, Run
 
 
