@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 57_161,
+    "lines": 56_630,
     "files": 239,
-    "classes": 450,
+    "classes": 445,
     "files that one other file imports": 34,
     "classes with more than 15 attributes": 9,
     "class names that several classes have": 10,
