@@ -9,10 +9,13 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from lowtide.cli import main as cli
+from lowtide.cli.plan import _STATE_PLACES
+from lowtide.config.run import OptimizerKind, Precision
 from lowtide.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -134,3 +137,9 @@ def test_lines_fit_the_terminal_and_a_pipe_has_them_whole() -> None:
     lines = shown.decode().splitlines()
     assert max(map(len, piped.stdout.splitlines())) > 100 and max(map(len, lines)) <= 60
     assert " ".join(lines).split() == piped.stdout.split()
+
+
+def test_choices_of_the_table_are_those_of_the_code() -> None:
+    optimizers = (*_STATE_PLACES, *get_args(OptimizerKind))
+    assert tuple(cli.COMMANDS["plan"]["options"]["--optimizer"]["choices"]) == optimizers
+    assert {*cli.COMMANDS["plan"]["options"]["--precision"]["choices"]} == {*get_args(Precision)}

@@ -38,7 +38,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_the_package_and_the_examples_that_pages_name_and_nothing_else(wheel: Path) -> None:
-    package = [file for file in (ROOT / "lowtide").rglob("*") if file.suffix in (".py", ".toml", ".css", ".html", ".typed")]
+    package = [
+        file for file in (ROOT / "lowtide").rglob("*") if file.suffix in (".py", ".toml", ".css", ".html", ".typed")
+    ]
     examples = {
         file.name
         for pattern in ("*.json", "*.yaml", "with_*.py", "notebook.ipynb")

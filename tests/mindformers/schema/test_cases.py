@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lowtide.errors import ConfigError
+from lowtide.mindformers import schema
 from lowtide.mindformers.schema import Resolution
 from tests.support.sections import resolve
 
@@ -92,3 +95,12 @@ def test_strict(case: dict[str, Any]) -> None:
 def test_every_case_has_a_name_of_its_own() -> None:
     names = [case["name"] for case in CASES]
     assert len(set(names)) == len(names) > 100
+
+
+def test_every_difference_has_its_words_and_is_looked_for() -> None:
+    room = Path(schema.__file__).parents[1]
+    code = "".join(file.read_text(encoding="utf-8") for file in room.rglob("*.py"))
+    code += "true_for_one_op false_for_one_op"  # made of the value that was written
+    for name, words in tomllib.loads((room / "schema" / "differences.toml").read_text(encoding="utf-8")).items():
+        assert list(words) == ["problem", "meaning", "fix"]
+        assert re.search(rf"\b{name}\b", code), name
