@@ -62,7 +62,7 @@ def _seeds(num_draws: int, *, has_budget: bool) -> list[int]:
     return found
 
 
-# Two that were once wrong: a planner that tripped over itself, gradients that an input got twice; and one where rows talk.
+# Two that were once wrong (a planner that tripped over itself, gradients that came twice), and one where rows talk.
 SEEDS = [*_seeds(400, has_budget=False), *_seeds(5, has_budget=True), 605, 996, 1037]
 
 
