@@ -11,7 +11,8 @@ Then attention runs once, on all rows, and autograd sees it as always. For what 
 runs once more on each block, and the call gives the block's rows of what attention has made.
 Attention runs on a group of heads after the other, up to four groups: heads are independent, so bits are those of all
 at once, its kernels take a quarter for themselves, and what they read and give comes and goes by group.
-A layer that does not call attention is one function of rows, and so are norms beside the layers.
+A layer that does not call attention is one function of rows, and so are norms beside the layers, or in place of both
+whatever modules a user declares row-wise (`memory.row_wise`), with several tensors in and out.
 
 Which sum: that of blocks.py, for all weights of a layer. Rows are those of all sequences of a batch, one after the
 other. A batch of one block goes through the model's own forward, and has plain's bits.
@@ -19,12 +20,13 @@ other. A batch of one block goes through the model's own forward, and has plain'
 Why it is safe: that rows do not talk to each other is tried out in each layer's first forward pass. A few rows run
 three times, with the first one exchanged, and the last one; all others must keep their bits. And the first and the last
 rows of a whole block must be, but for rounding, what they are alone: a layer that counts places from the beginning of
-what it is given would begin anew in each block.
+what it is given would begin anew in each block. A trace shows it of declared modules by shapes (`RowsApart`).
 Cost: what stands before attention runs four times in a step and not once, the rest of the layer twice; at the lengths
 that this is for, attention takes most of the time. Memory: a block's activations, and an fp32 sum for each weight of
 one layer.
 Refused by name: attention that is not torch's, or has a mask; softmax elsewhere; experts; hooks on parts of a layer;
-caches; arguments that have no row for each token; dropout (where it draws), sharded weights, second derivatives.
+caches; arguments that have no row for each token; dropout (where it draws), what writes to its input or moves state,
+compiled parts, sharded weights, second derivatives.
 Not covered: rows that talk to each other over more than some rows only.
 """
 
@@ -201,8 +203,9 @@ class _LayerInBlocks:
             while parts:  # what attention has read goes before the blocks after it run
                 inputs.append(_attend(given.lead, [parts.pop(0) for _ in range(3)], before.setting))
         run = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)
-        wholes = iter(run(*inputs, *(weights[name] for name in rest)))
-        return tree_map_only(torch.Tensor, lambda _: _view_as(next(wholes), given.lead), after.result)
+        rows = iter(run(*inputs, *(weights[name] for name in rest)))
+        wholes = (each.view(*given.lead, *each.shape[1:]) for each in rows)
+        return tree_map_only(torch.Tensor, lambda _: next(wholes), after.result)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model, or a file of it, has its own forward: nobody would ever take a copied one off."""
@@ -220,14 +223,7 @@ class _LayerInBlocks:
             )
         return {**kwargs, **dict.fromkeys(caches)}
 
-    def _run(
-        self,
-        given: _Given,
-        part: slice,
-        blocks: list[torch.Tensor],
-        weights: dict[str, Any],
-        made: torch.Tensor | None = None,
-    ) -> _Seam:
+    def _run(self, given: _Given, part: slice, blocks: list[Any], weights: dict[str, Any], made: Any = None) -> _Seam:
         """The layer's own forward on a block; up to attention, or with the rows that it has `made`."""
         args, kwargs = given.of_block(part, blocks)
         if made is not None:
@@ -249,7 +245,14 @@ class _LayerInBlocks:
         state = take(self._layer, code=True, process=False) if is_new and not is_fake else None
         try:
             with torch.no_grad(), torch.autocast(device, **cast, cache_enabled=False):  # type: ignore[arg-type]
-                seen = (self._trace_first if is_fake else self._run_first)(given, inputs, is_new)
+                if is_new and is_fake and self.row_wise:
+                    self._trace_many(given, inputs)
+                rows = [each[:_NUM_TRIED] if is_fake else each[:_NUM_TRIED].clone() for each in inputs]
+                seen = self._look_at(given, rows, slice(0, len(rows[0])))
+                if not is_fake and not seen[0].needing | seen[1].needing <= set(map(id, self._body.parameters())):
+                    raise _refusal(self._name, "it reads a tensor that needs a gradient and is none of its parameters")
+                if is_new and not is_fake:
+                    self._try(given, inputs, rows, seen)
         except Exception as error:  # of whatever the module calls
             if state is not None:
                 state.restore()
@@ -260,22 +263,11 @@ class _LayerInBlocks:
         self._tried.add(kind)
         return seen
 
-    def _trace_first(self, given: _Given, inputs: list[torch.Tensor], is_new: bool) -> _Looked:
-        rows = [each[:_NUM_TRIED] for each in inputs]
-        if is_new and self.row_wise:
-            with disable_current_modes(), rows[0].fake_mode, RowsApart(partial(_refusal, self._name)):  # type: ignore[attr-defined]
-                many = [each.new_empty(RowsApart.num_rows, *each.shape[1:]) for each in rows]
-                self._look_at(given, many, slice(0, RowsApart.num_rows))
-        return self._look_at(given, rows, slice(0, len(rows[0])))
-
-    def _run_first(self, given: _Given, inputs: list[torch.Tensor], is_new: bool) -> _Looked:
-        rows = [each[:_NUM_TRIED].clone() for each in inputs]
-        seen = self._look_at(given, rows, slice(0, len(rows[0])))
-        if not seen[0].needing | seen[1].needing <= {id(weight) for weight in self._body.parameters()}:
-            raise _refusal(self._name, "it reads a tensor that needs a gradient and is none of its parameters")
-        if is_new:
-            self._try(given, inputs, rows, seen)
-        return seen
+    def _trace_many(self, given: _Given, inputs: Any) -> None:
+        """Raises `ConfigError` where shapes show that rows talk. Whoever records the trace does not see it."""
+        with disable_current_modes(), inputs[0].fake_mode, RowsApart(partial(_refusal, self._name)):
+            many = [each.new_empty(RowsApart.num_rows, *each.shape[1:]) for each in inputs]
+            self._look_at(given, many, slice(0, RowsApart.num_rows))
 
     def _try(self, given: _Given, inputs: list[torch.Tensor], rows: list[torch.Tensor], seen: _Looked) -> None:
         """Raises `ConfigError` where another run of a few rows, or a run of a whole block, shows that rows talk."""
@@ -461,10 +453,6 @@ def _dropped_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
 
 def _without_rows(tensor: torch.Tensor) -> str:
     return f"of shape {tuple(tensor.shape)}, which has no row for each token"
-
-
-def _view_as(rows: torch.Tensor, lead: torch.Size) -> torch.Tensor:
-    return rows.view(*lead, *rows.shape[1:])
 
 
 def _attend(lead: torch.Size, parts: list[torch.Tensor], setting: dict[str, Any]) -> torch.Tensor:

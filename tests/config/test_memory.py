@@ -167,12 +167,12 @@ def test_mistakes(mapping: dict[str, Any], message: str) -> None:
         ("memroy: {swap: all}\n", "run.yaml:1:1: unknown section 'memroy'; did you mean 'memory'?"),
         ("train: {steps: 1}\nmemmory: {}\n", "run.yaml:2:1: unknown section 'memmory'; did you mean 'memory'?"),
         ("model: {path: x}\n", "run.yaml:1:1: missing section 'memory'; write 'memory:' and its keys below it: budget, "
-         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, row_wise, min_bytes, "
-         "check, strict, layers"),
+         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, row_wise, "
+         "min_bytes, check, strict, layers"),
         ("budgett: 1GiB\n", "run.yaml:1:1: unknown key 'budgett'; did you mean 'budget'?"),
         ("[a]\n", "run.yaml:1:1: expected a mapping, not a list; write 'key: value', with these keys: budget, "
-         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, row_wise, min_bytes, "
-         "check, strict, layers"),
+         "host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, row_wise, "
+         "min_bytes, check, strict, layers"),
     ],
 )  # fmt: skip
 def test_a_file_without_the_section(in_tmp: Path, text: str, message: str) -> None:

@@ -397,3 +397,25 @@ def test_mistakes_in_the_file() -> None:
         "memory.rows: Linear has no layers in a torch.nn.ModuleList, which could be taken in blocks of rows; leave "
         "memory.rows out, or name what it may take with memory.row_wise"
     )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("row_wise", [[], ["mlp"]], ids=["layers", "declared"])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_the_peak_of_ten_plans_is_within_two_percent_of_what_was_said(row_wise: list[str], share: float) -> None:
+    """Of every live byte on the host, and never above the budget."""
+    (batch, _), model = _tokens(), MODELS["llama"]()
+    memory: dict[str, Any] = {"min_bytes": 0, "rows": 64, "row_wise": row_wise}
+    how: dict[str, Any] = {"memory": memory, "hardware": "h200"}
+    plain = lowtide.plan(model, batch, budget="1GiB", **how).predicted
+    assert plain is not None and plain.floor_bytes is not None
+    budget = int(1.02 * plain.floor_bytes + share * (plain.plain_peak_bytes - plain.floor_bytes))
+    with lowtide.optimize(model, budget=budget, memory=memory, engine="host") as tide:
+        for _ in range(3):
+            _step(model, batch)
+        model.zero_grad()
+        with tide.audit() as audit:
+            model(**batch).loss.backward()
+        assert tide.plan is not None and tide.plan.predicted is not None
+        assert abs(audit.peak_bytes / tide.plan.predicted.peak_bytes - 1) <= 0.02
+        assert audit.peak_bytes <= max(budget, tide.plan.predicted.floor_bytes or 0)

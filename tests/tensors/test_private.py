@@ -616,10 +616,10 @@ def test_what_a_module_keeps() -> None:
 def test_hooks_of_modules() -> None:
     module = nn.Linear(2, 2)
     names = (*private.FORWARD_HOOKS, *private.FORWARD_HOOK_FLAGS, *private.BACKWARD_HOOKS)
-    assert not private.has_forward_hooks(module)
+    assert not private.has_hooks(module)
     assert [len(vars(module)[name]) for name in names] == [0] * 7
     module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
-    assert private.has_forward_hooks(module)
+    assert private.has_hooks(module)
     module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
     module.register_full_backward_pre_hook(lambda *_: None)
     module.register_full_backward_hook(lambda *_: None)
