@@ -254,8 +254,8 @@ class Forwards:
                 futures = []
                 for number, call in enumerate(calls):
                     alone = functools.partial(self._run_and_look, before, call, batches[number], number + 1)
-                    one = (_on_thread, as_this_thread(keeps_casts=False), baton, number, alone)
-                    futures.append(pool.submit(contextvars.copy_context().run, *one))
+                    turn = functools.partial(_on_thread, as_this_thread(keeps_casts=False), baton, number, alone)
+                    futures.append(pool.submit(contextvars.copy_context().run, turn))
                 for future in futures:
                     future.result()
             except BaseException as error:  # Ctrl-C, which comes to this thread
