@@ -180,6 +180,8 @@ class Forwards:
     def __init__(self, model: nn.Module, parts: Collection[str]) -> None:
         self.is_by_layer = False
         """Whether they take turns at each layer from now on."""
+        self.sums: dict[Any, torch.Tensor | None] = {}
+        """Of the bytes of weights, as the first of several micro-batches has used them."""
         self._model = model
         self._parts = parts
         self._looks_left = _MOST_LOOKS

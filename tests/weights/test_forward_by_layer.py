@@ -193,6 +193,12 @@ def _same(**how: Any) -> Trained:
     return found
 
 
+def _checkpointed_model() -> nn.Module:
+    model = Small()
+    _checkpointed(model)
+    return model.eval()
+
+
 BY_LAYER: dict[str, dict[str, Any]] = {
     "plain": {"make": Small},
     "in backward": {"make": Small, "update": "in_backward"},
@@ -202,12 +208,6 @@ BY_LAYER: dict[str, dict[str, Any]] = {
     "casts twice": {"make": lambda: _of(_CastsTwice)},
     "attention's kernels around": {"make": lambda: _of(_Attends), "around": _math},
 }
-
-
-def _checkpointed_model() -> nn.Module:
-    model = Small()
-    _checkpointed(model)
-    return model.eval()
 
 
 @pytest.mark.parametrize("name", BY_LAYER)
