@@ -529,10 +529,10 @@ class WeightSwap:
     # -- several micro-batches -----------------------------------------------------------------------------------------
 
     def step(self, losses: Iterable[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Forward and backward of the micro-batches of one optimizer step, layer by layer: 2 fetches of a layer for M
-        of them, not 2 M; M + 1 where a forward leaves something for the next, which the first step shows, and a line says.
-        Gradients are added to in their order, so that the bits are those of `loss().backward()` for one after the
-        other. `optimizer.step()` comes after it.
+        """Forward and backward of the micro-batches of one optimizer step, layer by layer. A layer is fetched twice for
+        M of them, not 2 M times; M + 1 times where a forward leaves something for the next one, which the first step
+        shows and a line says. Gradients are added to in their order, so that the bits are those of `loss().backward()`
+        for one after the other. `optimizer.step()` comes after it.
 
         `losses`: each runs a forward of the model and returns its scalar loss, already divided as the sum should be.
         Returns the losses, without their graphs. What the layers of all micro-batches save is there at a time: put the
