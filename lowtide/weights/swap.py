@@ -612,9 +612,10 @@ class WeightSwap:
         """A handle on a saved tensor that shows a swapped weight; None for any other."""
         if type(tensor) not in PLAIN_TYPES or not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
-        item = self._moves.items.get(storage_key(tensor.untyped_storage()))
-        if item is None or item.is_gradient:
-            return None
+        key = storage_key(tensor.untyped_storage())
+        item = self._moves.items.get(key)
+        if item is None or item.is_gradient or storage_key(item.parameter.untyped_storage()) != key:
+            return None  # also where another parameter was given its `.data`
         unit = next((unit for unit in reversed(self._open) if item in unit.items), self._unit_of[item])
         with quiet():
             return Shared(_Stay(self._moves, item, unit), tensor)
