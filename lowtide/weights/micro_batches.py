@@ -180,6 +180,8 @@ class Forwards:
     def __init__(self, model: nn.Module, parts: Collection[str]) -> None:
         self.is_by_layer = False
         """Whether they take turns at each layer from now on."""
+        self.sums: dict[Any, torch.Tensor | None] = {}
+        """Of the bytes of weights, as the first of several micro-batches has used them."""
         self._model = model
         self._parts = parts
         self._looks_left = _MOST_LOOKS
@@ -254,8 +256,8 @@ class Forwards:
                 futures = []
                 for number, call in enumerate(calls):
                     alone = functools.partial(self._run_and_look, before, call, batches[number], number + 1)
-                    one = (_on_thread, as_this_thread(keeps_casts=False), baton, number, alone)
-                    futures.append(pool.submit(contextvars.copy_context().run, *one))
+                    turn = functools.partial(_on_thread, as_this_thread(keeps_casts=False), baton, number, alone)
+                    futures.append(pool.submit(contextvars.copy_context().run, turn))
                 for future in futures:
                     future.result()
             except BaseException as error:  # Ctrl-C, which comes to this thread

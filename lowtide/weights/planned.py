@@ -23,7 +23,7 @@ from lowtide.core.plan import Plan
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
 from lowtide.optimizer.buckets import LEAST_BYTES, MOST_BYTES
-from lowtide.profiling.layers import find_layers
+from lowtide.profiling.layers import MIN_BYTES, find_layers
 from lowtide.runtime.session.optimizer_state import PlacedState, plan_of_place
 from lowtide.weights.swap import WeightSwap, swap_weights
 
@@ -52,6 +52,8 @@ class PlacedWeights(PlacedState):
         self._engine = self.beside.another(plan_of_place(bare, placement))
         try:
             how: Any = {"engine": self._engine, "bucket_bytes": LEAST_BYTES, "layers": layers}
+            if self._config.min_bytes is not None:
+                how["min_bytes"] = min(self._config.min_bytes, MIN_BYTES)
             self.weights = swap_weights(self._model, self.optimizer, update="in_backward", **how)
         except BaseException:
             self._engine.close()

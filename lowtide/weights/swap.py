@@ -327,8 +327,6 @@ class WeightSwap:
         self._open: list[_Unit] = []
         """Parts whose forward runs now, from the outside in."""
         self._forwards = Forwards(model, [unit.name for unit in units])
-        self._sums: dict[Movable, torch.Tensor | None] = {}
-        """Of weights, as the first of several micro-batches has used them."""
         self._used: set[_Unit] = set()
         self._has_warned = False
         self._undo: list[Callable[[], Any]] = []
@@ -500,7 +498,7 @@ class WeightSwap:
             finally:
                 self._open.remove(unit)
             if cuts is not None and cuts.is_watched:
-                self._sums |= self._moves.sums(unit.items)
+                self._forwards.sums |= self._moves.sums(unit.items)
             if torch.is_grad_enabled():
                 self._wait_for_backward(unit, output)
                 output = output if cuts is None else cuts.leave(output)
@@ -531,9 +529,10 @@ class WeightSwap:
     # -- several micro-batches -----------------------------------------------------------------------------------------
 
     def step(self, losses: Iterable[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Forward and backward of the micro-batches of one optimizer step, with M + 1 fetches of a layer for M of them,
-        not 2 M. Gradients are added to in their order, so that the bits are those of `loss().backward()` for one after
-        the other. `optimizer.step()` comes after it.
+        """Forward and backward of the micro-batches of one optimizer step, layer by layer. A layer is fetched twice for
+        M of them, not 2 M times; M + 1 times where a forward leaves something for the next one, which the first step
+        shows and a line says. Gradients are added to in their order, so that the bits are those of `loss().backward()`
+        for one after the other. `optimizer.step()` comes after it.
 
         `losses`: each runs a forward of the model and returns its scalar loss, already divided as the sum should be.
         Returns the losses, without their graphs. What the layers of all micro-batches save is there at a time: put the
@@ -558,7 +557,7 @@ class WeightSwap:
             self._moves.order.gathers = True
             run_backward(batches, self.model, before=lambda batch: hold_updates(not batch.is_last), after=self._is_over)
         finally:
-            self._sums = {}
+            self._forwards.sums = {}
             self._moves.order.gathers = False
             hold_updates(False)
             for batch in batches:
@@ -579,7 +578,7 @@ class WeightSwap:
         if self.optimizer_swap is not None and self.optimizer_swap.has_begun:
             raise ConfigError("lowtide: step: backward has updated weights already; call optimizer.step() first")
         self._forwards.run(calls, batches)
-        check_unwritten(self._sums, self._moves.sums(self._sums))
+        check_unwritten(self._forwards.sums, self._moves.sums(self._forwards.sums))
 
     def _is_over(self, name: str) -> None:
         """The backward of a part is over for all micro-batches: its gradients may leave."""
@@ -613,9 +612,10 @@ class WeightSwap:
         """A handle on a saved tensor that shows a swapped weight; None for any other."""
         if type(tensor) not in PLAIN_TYPES or not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
-        item = self._moves.items.get(storage_key(tensor.untyped_storage()))
-        if item is None or item.is_gradient:
-            return None
+        key = storage_key(tensor.untyped_storage())
+        item = self._moves.items.get(key)
+        if item is None or item.is_gradient or storage_key(item.parameter.untyped_storage()) != key:
+            return None  # also where another parameter was given its `.data`
         unit = next((unit for unit in reversed(self._open) if item in unit.items), self._unit_of[item])
         with quiet():
             return Shared(_Stay(self._moves, item, unit), tensor)

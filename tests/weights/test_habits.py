@@ -86,8 +86,13 @@ def _write_in_between(model: nn.Module) -> None:
             parameter.add_(parameter.grad)
 
 
+def _exchange_weights(model: nn.Module) -> None:
+    one, other = model.layers[0].down.weight, model.layers[1].down.weight
+    one.data, other.data = other.data, one.data
+
+
 HABITS: list[Callable[[nn.Module], None]] = [
-    *(_write_data, _assign_data, _write, _load, _average, _evaluate_and_write, _write_in_between)
+    *(_write_data, _assign_data, _write, _load, _average, _evaluate_and_write, _write_in_between, _exchange_weights)
 ]
 
 

@@ -194,3 +194,16 @@ def test_nothing_is_left_behind() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert "forward" not in vars(model) and not any("forward" in vars(module) for module in model.modules())
     assert "step" not in vars(optimizer)
+
+
+def test_the_advice_for_small_weights_can_be_followed() -> None:
+    """`min_bytes` of the memory section is that of the weights, where it is smaller than theirs."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    memory = {"budget": "40MiB", "weights": "swap", "layers": ["0", "1", "2", "3"]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with pytest.raises(ConfigError, match="and more that could move; give a smaller min_bytes"):
+        lowtide.optimize(model, memory=memory, optimizer=optimizer)(torch.ones(1, 64))
+    lowtide.remove(model)
+    with lowtide.optimize(model, memory={**memory, "min_bytes": 1024}, optimizer=optimizer) as tide:
+        model(torch.ones(1, 64)).sum().backward()
+        assert tide.placed.weights.stats.swapped_bytes >= 4 * 64 * 64 * 4
