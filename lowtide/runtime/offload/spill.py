@@ -58,7 +58,7 @@ class Spillable(Kept):
     nbytes: int
     """Of the whole storage."""
     queue: PrefetchQueue
-    """Of spilled sites, in this forward pass."""
+    """Of the forward pass."""
     sequence: int
     """Autograd's number of the operator that saved it last. No copy may start before that operator was launched."""
     site: OffloadedStorage | None = None
@@ -96,11 +96,8 @@ class Spillable(Kept):
 
     def open(self) -> torch.Tensor:
         # No lock: as long as nobody has let go, this tensor is right, and its storage stays while it is read.
-        try:
-            tensor = self.tensor
-        except AttributeError:
-            pass
-        else:
+        tensor = self.tensor
+        if tensor is not None:
             if self.on_open is not None:
                 self.on_open()
             if version_of(tensor) != self.version:
@@ -132,7 +129,7 @@ class Spillable(Kept):
     def let_go(self) -> None:
         """Drop the tensor. From now on it is read from the site."""
         self.view = View(self.tensor, self.version, self.origin)
-        del self.tensor
+        self.tensor = None
 
     def spill(self) -> int:
         """Start the storage's copy out. Returns the bytes that it will free. Call it under the scheduler's lock."""
@@ -147,10 +144,11 @@ class Spillable(Kept):
             return 0  # the data of one was exchanged since
         if scheduler.find(storage, self.version, part) is not None:
             return 0  # it is swapped already, as another site
-        assert isinstance(self.bytes_of, Share)
-        scheduler.ledger.change(self.bytes_of, 0)  # the site has them in the ledger from now on
+        if isinstance(self.bytes_of, Share):
+            scheduler.ledger.change(self.bytes_of, 0)
+        self.bytes_of = None  # the site has them in the ledger from now on
         # Distance 0: it is fetched when it is read. There is no room for it before.
-        self.site = site = scheduler.enroll(self.queue, storage, self.version, 0, part)
+        self.site = site = scheduler.enroll(_spill_queue(self.queue), storage, self.version, 0, part)
         self.spilled = StorageWeakRef(storage), self.version, part
         site.num_readers = sum(handle.num_readers for handle in handles)
         site.last_use = self.sequence
@@ -190,6 +188,7 @@ class Guard:
         self.num_extra_calls = 0
         """Calls of layers that no plan knew, so far."""
         self._scheduler = scheduler
+        self._is_on_streams = scheduler.engine.device_type != "cpu"
         self._min_bytes = min_bytes
         self._state_bytes = state_bytes
         self._model_bytes = state_bytes()
@@ -221,30 +220,32 @@ class Guard:
         tensor: torch.Tensor,
         queue: PrefetchQueue,
         on_open: Callable[[], None] | None,
+        origin: TensorOrigin | None = None,
+        alias: torch.Tensor | None = None,
         *,
         is_planned: bool = True,
-        origin: TensorOrigin | None = None,
     ) -> Spillable:
         """The handle on a storage that is kept for the first time in this forward pass. May spill others.
-        `is_planned`: the plan keeps it. `origin`: as in `Kept`.
+        `is_planned`: the plan keeps it. `origin`, `alias`: as in `Kept`.
 
         This runs for each kept tensor of a step that goes as planned: what only spilling needs is found out then.
         """
-        engine = self._scheduler.engine
-        if engine.device_type != "cpu":
-            engine.compute_stream()  # a copy that begins on another stream must wait for this one too
+        scheduler = self._scheduler
+        if self._is_on_streams:
+            scheduler.engine.compute_stream()  # a copy that begins on another stream must wait for this one too
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        handle = self._handle(tensor, nbytes, queue, on_open, origin)
-        handle.bytes_of = self._scheduler.ledger.hold(handle, nbytes)
-        reference: weakref.ref[Any] = weakref.ref(handle)
-        self._kept[storage_key(storage)] = reference
+        handle = Spillable(tensor, on_open, origin, alias)
+        handle.scheduler, handle.nbytes, handle.queue = scheduler, nbytes, queue
+        handle.sequence = next_sequence_number()
+        ledger = scheduler.ledger
+        handle.bytes_of = ledger.keep(nbytes)
+        self._kept[storage_key(storage)] = reference = weakref.ref(handle)
         if nbytes >= self._min_bytes:
             self._candidates.append(reference)
             if not is_planned:
                 self._note_longer()
-        is_longer = self._scheduler.window.most_ahead_bytes is not None
-        if self._owed or is_longer or self._scheduler.ledger.now_bytes > self._room_bytes:
+        if self._owed or scheduler.window.most_ahead_bytes is not None or ledger.most_bytes > self._room_bytes:
             self.check()
         return handle
 
@@ -253,13 +254,12 @@ class Guard:
         tensor: torch.Tensor,
         nbytes: int,
         queue: PrefetchQueue,
-        on_open: Callable[[], None] | None,
-        origin: TensorOrigin | None,
+        on_open: Callable[[], None] | None = None,
+        origin: TensorOrigin | None = None,
+        alias: torch.Tensor | None = None,
     ) -> Spillable:
-        handle = Spillable(tensor, on_open, None, origin)
-        handle.scheduler = self._scheduler  # not the guard: a graph must not hold the model
-        handle.nbytes = nbytes
-        handle.queue = queue.spilled or _spill_queue(queue)
+        handle = Spillable(tensor, on_open, origin, alias)
+        handle.scheduler, handle.nbytes, handle.queue = self._scheduler, nbytes, queue  # a graph must not hold the model
         handle.sequence = next_sequence_number()
         return handle
 
@@ -283,7 +283,7 @@ class Guard:
         is needed: the worst moment may be in backward.
         """
         self._pay()
-        handle = self._handle(tensor, tensor.untyped_storage().nbytes(), queue, None, None)
+        handle = self._handle(tensor, tensor.untyped_storage().nbytes(), queue)
         handle.bytes_of = share
         self._candidates.append(weakref.ref(handle))
         if self._slack_bytes is not None:
@@ -291,16 +291,23 @@ class Guard:
             self._owed.append((weakref.ref(handle), handle.nbytes))
         return handle
 
-    def view(self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None] | None) -> Spillable | None:
+    def view(
+        self,
+        tensor: torch.Tensor,
+        queue: PrefetchQueue,
+        on_open: Callable[[], None] | None,
+        origin: TensorOrigin | None = None,
+        alias: torch.Tensor | None = None,
+    ) -> Spillable | None:
         """A further handle on a storage that is kept already; None if it is not."""
         reference = self._kept.get(storage_key(tensor.untyped_storage()))
         first = reference() if reference is not None else None
         if first is None or (first.spilled is not None and first.spilled[0].expired()):
             return None
         if first.spilled is not None and not first.is_of(tensor):
-            return self.keep(tensor, queue, on_open)  # written since the storage was sent away: it is here again
+            return self.keep(tensor, queue, on_open, origin, alias)  # written since the storage was sent away: it is here again
         first.sequence = next_sequence_number()
-        further = self._handle(tensor, first.nbytes, queue, on_open, None)
+        further = self._handle(tensor, first.nbytes, queue, on_open, origin, alias)
         first.add(further)
         return further
 
@@ -390,7 +397,8 @@ class Guard:
 
 
 def _spill_queue(queue: PrefetchQueue) -> PrefetchQueue:
-    """A new queue of what is spilled in the pass of `queue`: in it sites are in the order of saving, and backward reads
-    it from the end."""
-    queue.spilled = PrefetchQueue()
+    """The queue of what is spilled in the pass of `queue`: in it sites are in the order of saving, and backward reads it
+    from the end."""
+    if queue.spilled is None:
+        queue.spilled = PrefetchQueue()
     return queue.spilled
