@@ -12,8 +12,8 @@ goes through `ForwardPass.pack`, in three steps:
 Divergence: a tensor that is not the one in the table is counted. It is swapped if its whole layer is, else kept. It can
 never get a wrong value: every fate but `keep` identifies bytes by a live storage and its version, not by position.
 
-Cost: 10 us a kept tensor in forward and backward together beyond two empty saved-tensor hooks (GPT-2, 254 tensors,
-processor time); the same under rules and under a solved plan. Not covered: sparse tensors and tensor subclasses
+Cost: some 4 us a kept tensor in forward and backward together beyond two empty saved-tensor hooks (GPT-2, 254 tensors,
+processor time, with what a layer and a pass cost); the same under rules and under a solved plan. Not covered: sparse tensors and tensor subclasses
 (quantized, nested), but for the two that tensors/wrappers.py takes apart; they stay as plain autograd has them.
 """
 
@@ -195,9 +195,9 @@ class ForwardPass:
                 return self._learn(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
         if position < len(table):
             entry = table[position]
-            if entry.dtype is tensor.dtype and entry.num_dims == tensor.dim():
-                if is_same_producer(entry.producer, type(grad_fn)):
-                    return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
+            is_known = entry.dtype is tensor.dtype and entry.num_dims == tensor.dim()
+            if is_known and is_same_producer(entry.producer, type(grad_fn)):
+                return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
         self._miss()
         return self._unplanned(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
 
@@ -260,42 +260,29 @@ class ForwardPass:
         else:
             with DisableTorchDispatch():  # not one of the model's: no log of it is needed, which takes 3 us
                 alias = tensor.detach()
-        if entry.is_activation and self.context.guard is not None:
-            return self._keep_spillable(
-                self.context.guard, tensor, entry.is_counted, origin=entry.origin, alias=alias
-            )
-        return self._hold(tensor, entry.is_counted, entry.origin, alias)
+        guard = self.context.guard
+        if guard is None or not entry.is_activation:
+            return self._hold(tensor, entry.is_counted, entry.origin, alias)
+        return self._keep_spillable(guard, tensor, entry.is_counted, entry.origin, alias)
 
     def _keep_spillable(
-        self,
-        guard: Guard,
-        tensor: torch.Tensor,
-        is_counted: bool,
-        *,
-        is_planned: bool = True,
-        origin: TensorOrigin | None = None,
-        alias: torch.Tensor | None = None,
+        self, guard: Guard, tensor: torch.Tensor, is_counted: bool, *known: Any, is_planned: bool = True
     ) -> Any:
+        """`known`: origin and alias, as of `Kept`."""
         on_open = self.follower if self.queue.has_distances else None
         # What no table knows may be a further view of a storage that is kept already.
         is_first = is_counted and is_planned
-        handle = None if is_first else guard.view(tensor, self.queue, on_open, origin, alias)
+        handle = None if is_first else guard.view(tensor, self.queue, on_open, *known)
         if handle is None and is_counted:
-            handle = guard.keep(tensor, self.queue, on_open, origin, alias, is_planned=is_planned)
+            handle = guard.keep(tensor, self.queue, on_open, *known, is_planned=is_planned)
             self.counters.kept_bytes += handle.nbytes
-        return handle or self._hold(tensor, False, origin, alias)
+        return handle or self._hold(tensor, False, *known)
 
-    def _hold(
-        self,
-        tensor: torch.Tensor,
-        is_counted: bool,
-        origin: TensorOrigin | None = None,
-        alias: torch.Tensor | None = None,
-    ) -> Any:
-        """`origin`, `alias`: as in `Kept`."""
+    def _hold(self, tensor: torch.Tensor, is_counted: bool, *known: Any) -> Any:
+        """`known`: origin and alias, as of `Kept`."""
         if self.weights is not None and not is_counted and (weight := self.weights.hold(tensor)) is not None:
             return weight
-        kept = Kept(tensor, self.follower if self.queue.has_distances else None, origin, alias)
+        kept = Kept(tensor, self.follower if self.queue.has_distances else None, *known)
         if is_counted:
             nbytes = tensor.untyped_storage().nbytes()
             self.counters.kept_bytes += nbytes

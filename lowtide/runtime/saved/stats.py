@@ -90,7 +90,7 @@ class Share(weakref.ref):
 
 
 class KeptBytes:
-    """A number of bytes. Each tensor of that size that stays refers to it: there are as many as there are references."""
+    """A number of bytes, to which each tensor of that size that stays refers: references tell how many there are."""
 
     __slots__ = ("nbytes",)
 
