@@ -13,8 +13,9 @@ Divergence: a tensor that is not the one in the table is counted. It is swapped 
 never get a wrong value: every fate but `keep` identifies bytes by a live storage and its version, not by position.
 
 Cost: some 4 us a kept tensor in forward and backward together beyond two empty saved-tensor hooks (GPT-2, 254 tensors,
-processor time, with what a layer and a pass cost); the same under rules and under a solved plan. Not covered: sparse tensors and tensor subclasses
-(quantized, nested), but for the two that tensors/wrappers.py takes apart; they stay as plain autograd has them.
+processor time, with what layers and the pass cost); the same under rules and under a solved plan. Not covered: sparse
+tensors and tensor subclasses (quantized, nested), but for the two that tensors/wrappers.py takes apart; they stay as
+plain autograd has them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from lowtide.runtime.saved.handle import Kept
 from lowtide.runtime.saved.stats import Share
 from lowtide.tensors.kinds import is_movable
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import Shape, View, modified_error, part_of
+from lowtide.tensors.view import Shape, View, part_of
 from lowtide.units import format_bytes
 
 _HEADROOM_SHARE = 50
