@@ -29,14 +29,14 @@ EXTRAS = {
     "yaml": "PyYAML",
 }
 """What an installation of lowtide alone, or one without what it depends on, lacks -> what to install."""
-
+_INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 
 _SHORT = "lowtide.cli.commands"
 COMMANDS = {
-    "diff": ("lowtide.cli.diff", "say what one plan does otherwise than another"),
+    "diff": ("lowtide.cli.diff", "compare two plans"),
     "doctor": (_SHORT, "say whether this machine is ready, and what is in the way"),
     "explain": ("lowtide.cli.explain", "say what recompute_config and swap_config mean, layer by layer"),
-    "export": (_SHORT, "say a plan in the words of another framework"),
+    "export": (_SHORT, "write a plan as another framework's settings"),
     "plan": ("lowtide.cli.plan", "find the fastest plan within a budget, without running a step"),
     "profile": ("lowtide.cli.profile", "look at one training step, and save what was seen"),
     "report": (_SHORT, "write what a run did as one HTML file, a trace or data"),
@@ -117,7 +117,9 @@ class _Parser(argparse.ArgumentParser):
     """Says a mistake in one line; argparse itself prints its usage first, several lines of it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+        choice = _INVALID_CHOICE.search(message)
+        hint = did_you_mean(choice[1], re.split("[', ]+", choice[2])) if choice else ""
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}{hint}; see {self.prog} --help\n")
 
 
 if __name__ == "__main__":

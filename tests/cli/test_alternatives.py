@@ -97,12 +97,14 @@ def test_the_table_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--sequence", "512", "--lora", "4", "--budget", "auto", "--out", "plan.json") == 0
     question, device, _, head, *rows, _, note = capsys.readouterr().out.splitlines()
     assert question == (
-        "PeftModelForCausalLM of 0.2 million parameters, 0.0 million of them trained; 1 x 512 tokens, bf16, adamw"
+        "PeftModelForCausalLM of 155,136 parameters, 7,168 of them trained; 1 x 512 tokens, bf16, adamw"
     )
     assert device == "one h100, of which the budget is 70.8 GiB; nothing has run"
     assert head.split() == ["predicted", "peak", "step", "over", "plain", "tokens/s", "MFU"]
     assert [row.partition("  ")[0] for row in rows] == NAMES
-    assert note == "MFU: of what large products reach on this device, by the products of the plain step"
+    assert note == (
+        "MFU: the products of the plain step, as a share of what the device computes in that time with large ones"
+    )
     assert lowtide.Plan.from_json(Path("plan.json").read_text(encoding="utf-8")).does_nothing
 
 
