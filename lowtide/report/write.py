@@ -185,7 +185,7 @@ def page(report: Report) -> str:
     for table in report.tables:
         parts += [f"<h2>{escape(table.title)}</h2>", f'<p class="soft">{escape(table.caption)}</p>', _table(table.rows)]
     if report.plan is not None:
-        parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
+        parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan, _PLAN_CHARACTERS))}</pre>"]
     body = "\n".join(part for part in parts if part)
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     return (
@@ -247,6 +247,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
 
+_PLAN_CHARACTERS = 116
+"""Of a line of the plan: what the page is wide."""
 FORMS = (".html", ".trace.json", ".json", ".pickle")
 _THREADS = {"compute": 1, "stall": 2, "out": 3, "in": 4}
 _NAMES = {"compute": "compute", "stall": "compute waits for", "out": "copies out", "in": "copies in"}
