@@ -435,9 +435,7 @@ def _question(step: AskedStep, weights: Mapping[str, torch.nn.Parameter], grown:
 
 
 def _millions(count: int) -> str:
-    if count >= 1e9:
-        return f"{count / 1e9:.1f} billion"
-    return f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,}"
+    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
 
 
 def document(

@@ -29,7 +29,6 @@ EXTRAS = {
     "yaml": "PyYAML",
 }
 """What an installation of lowtide alone, or one without what it depends on, lacks -> what to install."""
-_INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 
 _SHORT = "lowtide.cli.commands"
 COMMANDS = {
@@ -117,7 +116,7 @@ class _Parser(argparse.ArgumentParser):
     """Says a mistake in one line; argparse itself prints its usage first, several lines of it."""
 
     def error(self, message: str) -> NoReturn:
-        choice = _INVALID_CHOICE.search(message)
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         hint = did_you_mean(choice[1], re.split("[', ]+", choice[2])) if choice else ""
         self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}{hint}; see {self.prog} --help\n")
 

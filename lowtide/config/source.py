@@ -102,13 +102,11 @@ def join_path(parent: str, key: str | int) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: its `repr`, cut to some 80 characters; of several lines its type."""
+    """A value as messages show it: its `repr`, cut to some 80 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of more than 4,300 digits; lists without end
         text = f"a value of type {type(value).__name__}"
-    if "\n" in text:
-        return f"a value of type {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 20]}...{text[-17:]}"
 
 

@@ -247,8 +247,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
 
-_PLAN_CHARACTERS = 116
-"""Of a line of the plan: what the page is wide."""
+_PLAN_CHARACTERS = 116  # of a line of the plan: the page is so wide
 FORMS = (".html", ".trace.json", ".json", ".pickle")
 _THREADS = {"compute": 1, "stall": 2, "out": 3, "in": 4}
 _NAMES = {"compute": "compute", "stall": "compute waits for", "out": "copies out", "in": "copies in"}

@@ -97,7 +97,7 @@ def test_the_table_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--sequence", "512", "--lora", "4", "--budget", "auto", "--out", "plan.json") == 0
     question, device, _, head, *rows, _, note = capsys.readouterr().out.splitlines()
     assert question == (
-        "PeftModelForCausalLM of 155,136 parameters, 7,168 of them trained; 1 x 512 tokens, bf16, adamw"
+        "PeftModelForCausalLM of 0.2 million parameters, 0.0 million of them trained; 1 x 512 tokens, bf16, adamw"
     )
     assert device == "one h100, of which the budget is 70.8 GiB; nothing has run"
     assert head.split() == ["predicted", "peak", "step", "over", "plain", "tokens/s", "MFU"]
