@@ -59,9 +59,15 @@ def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
+_ELSEWHERE = {"checkpoint": "recompute", "offload": "swap", "remat": "recompute"}
+"""How others begin the names of what has another name here."""
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`; did you mean 'budget'?`, or nothing when no choice is near."""
-    nearest = difflib.get_close_matches(word, list(choices), n=1)
+    choices = list(choices)
+    meant = [ours for theirs, ours in _ELSEWHERE.items() if theirs in word and ours in choices]
+    nearest = meant or difflib.get_close_matches(word, choices, n=1)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""
 
 

@@ -119,9 +119,13 @@ def optimize(
 
 
 def _refuse_a_budget(memory: Any) -> None:
-    """`apply(model, "20GiB")` is meant for `optimize`, unless there is a file of that name."""
+    """`apply(model, "20GiB")` is meant for `optimize`, and "swap" for a rule, unless there is a file of that name."""
     if not isinstance(memory, str) or Path(memory).exists():
         return
+    if memory in ("recompute", "swap"):
+        raise ConfigError(
+            f"lowtide.apply: '{memory}' alone is no plan; write lowtide.apply(model, {{'{memory}': 'all'}})"
+        )
     try:
         parse_budget(memory)
     except ValueError:

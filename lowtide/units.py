@@ -36,7 +36,7 @@ def parse_bytes(value: int | str) -> int:
             raise ValueError(f"{value} is not a size; a size is never negative")
         return _checked(value, value)
     if not isinstance(value, str):
-        raise ValueError(_not_a_size(f"a {type(value).__name__}"))
+        raise ValueError(_not_a_size(value))
     if len(value) > _MOST_CHARACTERS:
         raise ValueError(_not_a_size(f"{value[:_MOST_CHARACTERS]}..."))
     match = _SIZE.fullmatch(value.strip())
@@ -93,4 +93,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def _not_a_size(value: object) -> str:
-    return f"{str(value)!r} is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"
+    written = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+    return f"{written} is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"

@@ -222,7 +222,6 @@ def largest(
 
     @functools.cache
     def step_of(size: int) -> AskedStep:
-        say(f"trying a {grown} of {size:,}")
         grown_run = _grown(run, grown, size)
         return AskedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
 
@@ -235,7 +234,7 @@ def largest(
         return dataclasses.replace(_at(row, size), set_by="" if error is None else error.set_by)
 
     def floor_of(name: str, size: int) -> int:
-        say(f"trying a {grown} of {size:,}")
+        say(f"{name}: trying a {grown} of {size:,}")
         try:
             made = makes[name](_grown(run, grown, size), 1).predicted
         except BudgetError as error:
@@ -245,9 +244,13 @@ def largest(
         assert made is not None
         return made.peak_bytes
 
+    def peak_of(name: str, size: int) -> int:
+        say(f"{name}: trying a {grown} of {size:,}")
+        return step_of(size).played(name)[0]
+
     most, unit = _most(run, grown), _UNIT[grown]
     for name in BY_HAND:
-        size = _search(lambda size, name=name: step_of(size).played(name)[0], budget_bytes, unit, most)  # type: ignore[misc]
+        size = _search(lambda size, name=name: peak_of(name, size), budget_bytes, unit, most)  # type: ignore[misc]
         rows.append(_at(step_of(size or unit).by_hand(name), size))
     block = None if run.memory is None or grown == "batch" else run.memory.rows
     first = _FIRST_UNITS
@@ -325,7 +328,7 @@ def lines(
     tries: Sequence[Alternative] = (),
 ) -> list[str]:
     """The question in one line, the table, that of sizes that were tried, and what two of its columns are."""
-    notes = ["MFU: of what large products reach on this device, by the products of the plain step"]
+    notes = ["MFU: the products of the plain step, as a share of what the device computes in that time with large ones"]
     if any(row.host_bytes for row in rows):
         notes.append("main memory: what a rank needs of it for what is swapped")
     notes += _positions_notes(step.run, rows, grown)
@@ -391,12 +394,11 @@ def _over(seconds: float | None, plain: float | None) -> str:
 def _question(step: AskedStep, weights: Mapping[str, torch.nn.Parameter], grown: Grown | None) -> str:
     run, count = step.run, sum(weight.numel() for weight in weights.values())
     trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)
-    sizes = {"batch": f"{run.train.batch_size}", "sequence": f"{run.data.sequence_length:,}"}
-    if grown is not None:
-        sizes[grown] = "?"
+    batch = "as many as fit" if grown == "batch" else f"{run.train.batch_size}"
+    tokens = "as many tokens as fit" if grown == "sequence" else f"{run.data.sequence_length:,} tokens"
     which = f", {_millions(trained)} of them trained" if trained < count else ""
     return (
-        f"{step.names[0]} of {_millions(count)} parameters{which}; {sizes['batch']} x {sizes['sequence']} tokens, "
+        f"{step.names[0]} of {_millions(count)} parameters{which}; {batch} x {tokens}, "
         f"{run.train.precision}, {run.train.optimizer}"
     )
 

@@ -31,7 +31,6 @@ EXTRAS = {
 }
 """What an installation of lowtide alone, or one without what it depends on, lacks -> what to install."""
 
-
 COMMANDS: Mapping[str, Any] = tomllib.loads((Path(__file__).parent / "commands.toml").read_text(encoding="utf-8"))
 """By name: `run`, `help` and `options` of a subcommand; `arguments`, which adds those that stand elsewhere."""
 _TYPES = {"int": int, "path": Path}
@@ -120,7 +119,9 @@ class _Parser(argparse.ArgumentParser):
     """Says a mistake in one line; argparse itself prints its usage first, several lines of it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = did_you_mean(choice[1], re.split("[', ]+", choice[2])) if choice else ""
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}{hint}; see {self.prog} --help\n")
 
 
 if __name__ == "__main__":

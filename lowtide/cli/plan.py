@@ -107,7 +107,11 @@ def _run_file(path: str) -> RunConfig:
     """A name that is no file may be meant for `--model`."""
     if not path.endswith((".yaml", ".yml")) and not os.path.exists(path):  # noqa: PTH110 -- does not raise
         raise ConfigError(f"{path}: no such file; give a run file, or for a model of that name: --model {path}")
-    return load_run(path)
+    try:
+        return load_run(path)
+    except ConfigError as error:
+        hint = f"; a model's config.json is asked about with --model {path}" if path.endswith(".json") else ""
+        raise ConfigError(f"{error}{hint}") from None
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -136,7 +140,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
 
         hardware = _hardware(settings, args)
         memory, budget_bytes, _ = settings.memory.settled(lambda: _memory(settings, args))
-        profile_of = _tracing(hardware, waiting)
+        profile_of = _tracing(hardware, waiting.say if args.largest is None else lambda text: None)
         planned = _plans_within(memory, hardware, waiting, profile_of)
         tries: list[alternatives.Alternative] = []
         if args.largest is not None:
@@ -176,7 +180,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _tracing(hardware: Hardware, waiting: Waiting) -> Callable[[RunConfig], Profile]:
+def _tracing(hardware: Hardware, say: Callable[[str], None]) -> Callable[[RunConfig], Profile]:
     """What traces the step of a run, once for each size: all else of the runs is the same."""
     from lowtide.cli.run_step import trace_run
 
@@ -186,7 +190,7 @@ def _tracing(hardware: Hardware, waiting: Waiting) -> Callable[[RunConfig], Prof
         size = (run.train.batch_size, run.data.sequence_length)
         if size not in traced:
             like = next(iter(traced.values()), None)
-            traced[size] = trace_run(run, hardware, say=waiting.say, like=like)
+            traced[size] = trace_run(run, hardware, say=say, like=like)
         return traced[size]
 
     return profile_of

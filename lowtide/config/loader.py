@@ -281,6 +281,7 @@ class _SettingsBuilder:
             below = join_path(path, entry.key)
             if entry.key not in keys:
                 hint = did_you_mean(entry.key, keys) or f"; known keys: {', '.join(keys)}"
+                hint = f"; leave '{path}' out, and write what is below it" if entry.key == path else hint
                 self._fail(entry.place, below, "unknown key", " ", hint)
             values[entry.key] = self.build(entry.node, types_by_name[entry.key], below)
         self._check_required(node, cls, values, path)
@@ -333,9 +334,12 @@ def _fix(node: RawValue, want: Any) -> str:
             return f"; write 'key: value', with these keys: {', '.join(_keys(member))}"
         if get_origin(member) in (dict, Mapping):
             return "; write 'key: value'"
-    if node.kind != "scalar" or node.is_null or not any(get_origin(member) is tuple for member in members):
+    if isinstance(node.value, bool):
+        word = "all" if node.value else "none"
+        return f"; write {word}" if any(word in get_args(member) for member in members) else ""
+    if not node.is_text or not any(get_origin(member) is tuple for member in members):
         return ""
-    is_plain = node.is_text and _PLAIN.fullmatch(str(node.value)) is not None
+    is_plain = _PLAIN.fullmatch(str(node.value)) is not None
     return f"; write [{node.value if is_plain else shown(node.value)}]"
 
 

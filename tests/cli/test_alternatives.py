@@ -102,7 +102,9 @@ def test_the_table_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert device == "one h100, of which the budget is 70.8 GiB; nothing has run"
     assert head.split() == ["predicted", "peak", "step", "over", "plain", "tokens/s", "MFU"]
     assert [row.partition("  ")[0] for row in rows] == NAMES
-    assert note == "MFU: of what large products reach on this device, by the products of the plain step"
+    assert note == (
+        "MFU: the products of the plain step, as a share of what the device computes in that time with large ones"
+    )
     assert lowtide.Plan.from_json(Path("plan.json").read_text(encoding="utf-8")).does_nothing
 
 

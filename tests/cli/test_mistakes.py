@@ -16,7 +16,7 @@ FORMS = "write to a file that ends in .html, .trace.json, .json or .pickle"
 NO_RUN = "there is no metrics.jsonl in it; give its train.output_dir"
 SIZE = "is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"
 CASES = {
-    "plann run.yaml": f"lowtide: argument command: invalid choice: 'plann' (choose from {KNOWN}); see lowtide --help",
+    "plann run.yaml": f"lowtide: argument command: invalid choice: 'plann' (choose from {KNOWN}); did you mean 'plan'?; see lowtide --help",
     "diff plan.json": "lowtide diff: the following arguments are required: B.json; see lowtide diff --help",
     "diff gone.json plan.json": "gone.json: no such file; check the path",
     "diff plan.json plan.json": "plan.json: plan: this is no plan of lowtide; write one: lowtide plan RUN.yaml --out plan.json",

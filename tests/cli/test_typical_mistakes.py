@@ -97,6 +97,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a form": (lambda: lowtide.write_report(llama(), "x.pdf"), "report: x.pdf: write to a file that ends in .html, .trace.json, .json or .pickle"),
     "a report of nothing": (lambda: lowtide.write_report(llama(), "x.html"), "lowtide.write_report: this model is not under lowtide; give it the model or the handle that is"),
     "a callback": (TideCallback, "TideCallback: nothing to do; write budget='20GiB', or memory= with rules or the path of a YAML file"),
+    "a model to a callback": (lambda: TideCallback(llama()), "TideCallback: budget: a LlamaForCausalLM is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"),
+    "an optimizer as budget": (lambda: lowtide.optimize(llama(), adam(llama())), "memory.budget: expected a size such as 20GiB; the optimizer goes to optimizer="),  # type: ignore[arg-type]
+    "a rule to apply": (lambda: lowtide.apply(llama(), "swap"), "lowtide.apply: 'swap' alone is no plan; write lowtide.apply(model, {'swap': 'all'})"),
+    "yes": (lambda: lowtide.apply(llama(), {"recompute": True}), "memory.recompute: expected auto, none, all, a list or null, not True; write all"),
+    "no": (lambda: lowtide.apply(llama(), {"swap": False}), "memory.swap: expected auto, none, all, a list or null, not False; write none"),
+    "how many layers": (lambda: lowtide.apply(llama(), {"recompute": 4}), "memory.recompute: expected auto, none, all, a list or null, not 4"),
+    "a word of others": (lambda: lowtide.apply(llama(), {"gradient_checkpointing": True}), "memory.gradient_checkpointing: unknown key; did you mean 'recompute'?"),
+    "another word of others": (lambda: lowtide.apply(llama(), {"offload": "all"}), "memory.offload: unknown key; did you mean 'swap'?"),
+    "a section in its section": (lambda: lowtide.apply(llama(), {"memory": {"swap": "all"}}), "memory.memory: unknown key; leave 'memory' out, and write what is below it"),
+    "the name of a plan's file": (lambda: lowtide.Plan.from_json("plan.json"), "plan: expected the text of a plan, not a file's name; write Path('plan.json').read_text()"),
     "a callback's unit": (lambda: TideCallback(budget="20"), "TideCallback: budget: 20 is 20 bytes; write the unit too, such as '20GiB'"),
 }  # fmt: skip
 
@@ -109,12 +119,15 @@ COMMANDS = {
     "plan kind.yaml": "kind.yaml:1:21: unknown model_type 'lama'; did you mean 'llama'?",
     "plan field.yaml": "field.yaml:1:28: unknown key 'model.hiden_size'; did you mean 'hidden_size'?",
     "plan meta-llama/Llama-3-8B": "meta-llama/Llama-3-8B: no such file; give a run file, or for a model of that name: --model meta-llama/Llama-3-8B",
+    "plan config.json": "config.json:1:2: unknown section 'model_type'; did you mean 'model'?; a model's config.json is asked about with --model config.json",
+    "plan --model config.json --optimizer adam": "lowtide plan: argument --optimizer: invalid choice: 'adam' (choose from 'keep', 'swap', 'auto', 'in_backward', 'adamw', 'sgd', 'adafactor'); did you mean 'adamw'?; see lowtide plan --help",
     "report .": ".: no run of `lowtide train`: there is no metrics.jsonl in it; give its train.output_dir",
     "explain run.yaml": "run.yaml:1:1: missing section 'recompute_config' or 'swap_config'; write one of them, or use lowtide plan for a section 'memory'",
 }
 RUN = "model: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}\ndata: {sequence_length: 32}\ntrain: {steps: 1, batch_size: 2, device: cpu}\n"
 FILES = {
     "run.yaml": RUN,
+    "config.json": '{"model_type": "llama"}',
     "typo.yaml": "model: {model_type: llama}\ntrain: {steps: 1}\nmemory: {budgett: 20GiB}\n",
     "section.yaml": "model: {model_type: llama}\ntrain: {steps: 1}\nmemmory: {budget: 20GiB}\n",
     "kind.yaml": "model: {model_type: lama}\ntrain: {steps: 1}\nmemory: {budget: 20GiB}\n",

@@ -96,6 +96,8 @@ def _half(batch: Any) -> Any:
 
 def merged_config(memory: Any, budget: int | str | None, host_budget: int | str | None = None) -> MemoryConfig:
     """The `memory` section with the budgets of the call written over its own. Raises ConfigError without a budget."""
+    if hasattr(budget, "param_groups"):
+        raise ConfigError("memory.budget: expected a size such as 20GiB; the optimizer goes to optimizer=")
     if isinstance(budget, Mapping | MemoryConfig):
         raise ConfigError("memory.budget: expected a size such as 20GiB; a section goes to memory=, not to budget=")
     changes = {key: value for key, value in (("budget", budget), ("host_budget", host_budget)) if value is not None}
