@@ -93,5 +93,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def _not_a_size(value: object) -> str:
-    written = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+    written = repr(str(value)) if isinstance(value, str | int) else f"a {type(value).__name__}"
     return f"{written} is not a size; write a number and a unit, such as 20GiB, 512MiB or 20GB"

@@ -337,9 +337,9 @@ def _fix(node: RawValue, want: Any) -> str:
     if isinstance(node.value, bool):
         word = "all" if node.value else "none"
         return f"; write {word}" if any(word in get_args(member) for member in members) else ""
-    if not node.is_text or not any(get_origin(member) is tuple for member in members):
+    if not isinstance(node.value, str) or not any(get_origin(member) is tuple for member in members):
         return ""
-    is_plain = _PLAIN.fullmatch(str(node.value)) is not None
+    is_plain = node.is_text and _PLAIN.fullmatch(node.value) is not None
     return f"; write [{node.value if is_plain else shown(node.value)}]"
 
 

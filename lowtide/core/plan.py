@@ -143,7 +143,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote. Raises `ConfigError` when the text is something else or was edited badly."""
-        if text.endswith(".json"):
+        if isinstance(text, str) and text.endswith(".json"):
             raise ConfigError(f"plan: expected the text of a plan, not a file's name; write Path('{text}').read_text()")
         document = parse_json(text, "plan", "; write one: lowtide plan RUN.yaml --out plan.json")
         schema = document.get("schema") if isinstance(document, dict) else None
