@@ -78,6 +78,7 @@ class ForwardPass:
 
     def __init__(self, context: PlanContext, entry: LayerTable) -> None:
         self.context = context
+        self.counters = context.counters
         self.entry = entry
         self.queue = PrefetchQueue()
         self.follower = functools.partial(context.scheduler.follow, self.queue)
@@ -159,7 +160,7 @@ class ForwardPass:
 
     def _miss(self) -> None:
         self.at.num_missed += 1
-        self.context.scheduler.counters.num_divergences += 1
+        self.counters.num_divergences += 1
 
     def _stay(self, source: RecomputedSource) -> None:
         self._miss()
@@ -275,7 +276,7 @@ class ForwardPass:
         handle = None if is_first else guard.view(tensor, self.queue, on_open, *known)
         if handle is None and is_counted:
             handle = guard.keep(tensor, self.queue, on_open, *known, is_planned=is_planned)
-            self.context.scheduler.counters.kept_bytes += handle.nbytes
+            self.counters.kept_bytes += handle.nbytes
         return handle or self._hold(tensor, False, *known)
 
     def _hold(self, tensor: torch.Tensor, is_counted: bool, *known: Any) -> Any:
@@ -285,7 +286,7 @@ class ForwardPass:
         kept = Kept(tensor, self.follower if self.queue.has_distances else None, *known)
         if is_counted:
             nbytes = tensor.untyped_storage().nbytes()
-            self.context.scheduler.counters.kept_bytes += nbytes
+            self.counters.kept_bytes += nbytes
             kept.bytes_of = self.context.scheduler.ledger.keep(nbytes)
         return kept
 
@@ -310,7 +311,7 @@ class ForwardPass:
             self._miss()
             return self._keep(saved, is_counted=False)
         if rerun.num_readers == 0:
-            self.context.scheduler.counters.recomputed_bytes += rerun.nbytes
+            self.counters.recomputed_bytes += rerun.nbytes
         rerun.add_reader()
         return Shared(rerun, tensor)
 
@@ -400,7 +401,7 @@ class ForwardPass:
         recipe_graph.is_observing = self.first.is_on
         if self.departures.is_any:
             self.departures.keep_time()
-        self.context.scheduler.counters.retained_input_bytes += saved.storage.nbytes()
+        self.counters.retained_input_bytes += saved.storage.nbytes()
         decision = node.decision
         if node.is_made:
             if recipe_graph.make(node, tensor) is None:

@@ -181,6 +181,7 @@ class Guard:
         self.num_extra_calls = 0
         """Calls of layers that no plan knew, so far."""
         self._scheduler = scheduler
+        self._is_on_streams = scheduler.engine.device_type != "cpu"
         self._min_bytes = min_bytes
         self._state_bytes = state_bytes
         self._model_bytes = state_bytes()
@@ -213,7 +214,7 @@ class Guard:
 
         This runs for each kept tensor of a step that goes as planned: what only spilling needs is found out then.
         """
-        if self._scheduler.engine.device_type != "cpu":
+        if self._is_on_streams:
             self._scheduler.engine.compute_stream()  # a copy that begins on another stream must wait for this one too
         storage, ledger = tensor.untyped_storage(), self._scheduler.ledger
         nbytes = storage.nbytes()

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from lowtide.runtime.saved.stats import KeptBytes, Share
 from lowtide.tensors.compiled import never_compiled
 from lowtide.tensors.private import version_of
 from lowtide.tensors.view import TensorOrigin, View, modified_error
@@ -65,7 +66,7 @@ class Kept:
     @property
     def is_first(self) -> bool:
         """Whether this handle counts the bytes of its storage in the ledger."""
-        return self.bytes_of is not None and not isinstance(self.bytes_of, tuple)
+        return isinstance(self.bytes_of, KeptBytes | Share)
 
     def is_intact(self) -> bool:
         """Whether its bytes are still those of the forward pass."""

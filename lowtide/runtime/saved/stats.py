@@ -89,11 +89,20 @@ class Share(weakref.ref):
     nbytes: int
 
 
-def _num_references(sizes: Mapping[int, object]) -> list[int]:
+class KeptBytes:
+    """A number of bytes, to which each tensor of that size that stays refers: references tell how many there are."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def _num_references(sizes: Mapping[int, KeptBytes]) -> list[int]:
     return [getrefcount(size) for size in sizes.values()]
 
 
-_IDLE = _num_references({0: object()})[0]
+_IDLE = _num_references({0: KeptBytes(0)})[0]
 """References to a size that no tensor has."""
 _MANY_SIZES = 100
 
@@ -117,7 +126,7 @@ class Ledger:
         """What there is now, and what stayed and has died since references were counted."""
         self.peak_bytes = 0
         """The largest `now_bytes` since `restart_peak`."""
-        self._sizes: dict[int, object] = {}
+        self._sizes: dict[int, KeptBytes] = {}
         # A weak reference must be alive itself, or its callback is not called.
         self._shares: dict[int, Share] = {}
         self._dead: deque[Share] = deque()
@@ -136,11 +145,11 @@ class Ledger:
         self.most_bytes = self._held_bytes + kept_bytes
         return self.most_bytes
 
-    def keep(self, nbytes: int) -> object:
+    def keep(self, nbytes: int) -> KeptBytes:
         """Count `nbytes` until the last reference to what this returns is gone; each call counts them once."""
         size = self._sizes.get(nbytes)
         if size is None:
-            size = self._sizes[nbytes] = object()
+            size = self._sizes[nbytes] = KeptBytes(nbytes)
         self.most_bytes += nbytes
         if self.most_bytes > self.peak_bytes:
             self.peak_bytes = max(self.peak_bytes, self.now_bytes)
