@@ -28,7 +28,6 @@ from lowtide.tensors.kinds import ordered_storage_keys, storage_key_set, storage
 from lowtide.tensors.private import (
     current_fake_mode,
     dispatch_modes,
-    next_sequence_number,
     schema_of,
 )
 from lowtide.tensors.wrappers import is_desugared
@@ -101,8 +100,6 @@ class Recorder(CompiledMode):
         self._path: list[str] = [""]
         self._counts: dict[tuple[str, str], int] = {}
         self._fake_mode: Any = None
-        self._last = self._before = 0
-        """Autograd's next number when the last operator began to compute, and when the one before it did."""
 
     def __enter__(self) -> Any:
         self._fake_mode = current_fake_mode()
@@ -113,11 +110,6 @@ class Recorder(CompiledMode):
         """Whether this operator only tells somebody what it would give, on fake tensors, and is none of the step's own:
         DTensor asks so the first time that it meets an operator."""
         return current_fake_mode() is not self._fake_mode
-
-    def begun_at(self) -> int:
-        """Nodes of the operator that saves something now have no lower number than this, in autograd."""
-        # If it saves after it has computed, its nodes were there when that began.
-        return self._before if next_sequence_number() == self._last else self._last
 
     @property
     def path(self) -> str:
@@ -131,7 +123,6 @@ class Recorder(CompiledMode):
         if self.is_requested:
             return func(*args, **kwargs)
         refuse_misled(func, args)
-        self._before, self._last = self._last, next_sequence_number()
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, out)
         return out

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -149,8 +149,12 @@ end their backward so; no public way."""
 next_sequence_number: Callable[[], int] = find("torch.autograd._get_sequence_nr")
 """The number that the next autograd node made on this thread will have. It counts up. No public way to ask."""
 
-sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""The number of an autograd node: later ones have higher ones. An accumulator has 2**64 - 1."""
+
+def sequence_number(node: Any) -> int:
+    """The number of an autograd node: later ones have higher ones. An accumulator has 2**64 - 1."""
+    number: int = node._sequence_nr()
+    return number
+
 
 # -- saved-tensor hooks ------------------------------------------------------------------------------------------------
 

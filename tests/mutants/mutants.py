@@ -87,9 +87,9 @@ HANDLES = [
     ),
     Mutant(
         "kept-not-detached",
-        "runtime.hooks.forward_pass:ForwardPass.keep_as_known",
+        "runtime.saved.handle:Kept.__init__",
         puts("tensor.detach()", "tensor"),
-        ("runtime/test_leaks.py::test_what_an_operator_saves_of_its_own_output_dies_with_the_graph",),
+        ("runtime/test_contract.py::test_contract_06_unusual_lives_of_a_graph[dropped-keep]",),
         "an output that its own operator saves owns its own graph: memory of every dropped step is never freed",
     ),
     Mutant(

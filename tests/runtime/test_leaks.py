@@ -6,7 +6,6 @@ and after: bytes on the slower tiers, the runtime's objects, threads, open files
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 import threading
@@ -364,64 +363,3 @@ def test_a_recomputed_layer_runs_again_after_its_model_is_gone() -> None:
         return x.grad
 
     assert zoo.same_bits(grad_of({"recompute": "all", "min_bytes": 0}), grad_of({}))
-
-
-class _Differentiates(torch.autograd.Function):
-    """Saves its own output, and makes nodes of autograd between its own node and that."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x.detach().requires_grad_().sin().sin()
-        output = x.exp()
-        ctx.save_for_backward(output)
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient * ctx.saved_tensors[0]
-
-
-def _write_to_a_part(x: Tensor) -> Tensor:
-    x = x * 2
-    x[0].exp_()
-    return x
-
-
-OWN_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp": torch.exp,
-    "in place": lambda x: (x * 2).relu_(),
-    "in place, a part": _write_to_a_part,
-    "several at once": lambda x: torch.stack(torch._foreach_exp([x, x + 1, x + 2])).sum(0),  # type: ignore[attr-defined]
-    "a function that differentiates": _Differentiates.apply,
-    "softmax": lambda x: torch.softmax(torch.softmax(x, -1), 0),
-}
-
-
-class _Applies(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.linear(x)).sin()
-
-
-@pytest.mark.parametrize("limit_bytes", [None, 2**40])
-@pytest.mark.parametrize("name", list(OWN_OUTPUTS))
-def test_what_an_operator_saves_of_its_own_output_dies_with_the_graph(name: str, limit_bytes: int | None) -> None:
-    """A handle owns the inputs of the operator that saves them as they are; of an output it must not."""
-    model = nn.Sequential(*[_Applies(OWN_OUTPUTS[name]) for _ in range(2)])
-    twin = copy.deepcopy(model)
-    with lowtide.apply(model, {"min_bytes": 0}, engine=virtual(0)) as tide:
-        tide.set_limit(limit_bytes)
-        for _ in range(4):
-            x = torch.randn(4, WIDTH)
-            for each in (model, twin):
-                each.zero_grad()
-                each(x).sum().backward()
-            assert all(map(zoo.same_bits, (p.grad for p in model.parameters()), (p.grad for p in twin.parameters())))
-            graph = model(x)
-            assert tide._scheduler.ledger.now_bytes > 0
-            del graph
-            assert tide._scheduler.ledger.now_bytes == 0

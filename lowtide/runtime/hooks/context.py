@@ -107,8 +107,6 @@ class SavedTensorEntry:
     """With a solved plan: its node, if a recipe recomputes it or recipes start from it."""
     is_simple: bool = False
     """Its handle is made without a closer look: the plan, or a rule, keeps it, and no recipe starts from it."""
-    is_input: bool = False
-    """An operator made it before the one that saves it began: a handle may own it as it is."""
 
 
 @dataclass(slots=True)

@@ -21,9 +21,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.core.decisions import SiteDecision
@@ -35,7 +33,6 @@ from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, S
 from lowtide.runtime.recompute.recipe_graph import Node
 from lowtide.tensors.compiled import refuse_compiled_part, without
 from lowtide.tensors.kinds import storage_keys
-from lowtide.tensors.private import sequence_number
 from lowtide.units import format_bytes
 
 
@@ -112,14 +109,6 @@ class FirstForward:
         if known is None:
             self._note_site(name, saved, layer, decision)
         return entry
-
-    def is_older(self, grad_fn: Any) -> bool:
-        """Whether this node was made before the operator that saves something now began. False where that is not known:
-        of custom functions, which may differentiate inside of their forward."""
-        if grad_fn is None or self._recorder is None or self._given is not None:
-            return False
-        is_generated = type(grad_fn).__name__[-1].isdigit() and not isinstance(grad_fn, BackwardCFunction)
-        return is_generated and sequence_number(grad_fn) < self._recorder.begun_at()
 
     def note_dropped(self, saved: Saved, layer: LayerTable) -> bool:
         """Whether a tensor that a recomputed region drops is an activation. If so, it is recorded."""

@@ -12,10 +12,9 @@ goes through `ForwardPass.pack`, in three steps:
 Divergence: a tensor that is not the one in the table is counted. It is swapped if its whole layer is, else kept. It can
 never get a wrong value: every fate but `keep` identifies bytes by a live storage and its version, not by position.
 
-Cost: some 4 us a kept tensor in forward and backward together beyond two empty saved-tensor hooks (GPT-2, 254 tensors,
-processor time, with what layers and the pass cost); the same under rules and under a solved plan. Not covered: sparse
-tensors and tensor subclasses (quantized, nested), but for the two that tensors/wrappers.py takes apart; they stay as
-plain autograd has them.
+Cost: 10 us a kept tensor in forward and backward together beyond two empty saved-tensor hooks (GPT-2, 254 tensors,
+processor time); the same under rules and under a solved plan. Not covered: sparse tensors and tensor subclasses
+(quantized, nested), but for the two that tensors/wrappers.py takes apart; they stay as plain autograd has them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ from lowtide.tensors.private import (
     DisableTorchDispatch,
     disable_current_modes,
     next_sequence_number,
-    sequence_number,
     top_saved_tensors_hooks,
     tree_leaves,
     version_of,
@@ -78,7 +76,6 @@ class ForwardPass:
 
     def __init__(self, context: PlanContext, entry: LayerTable) -> None:
         self.context = context
-        self.counters = context.counters
         self.entry = entry
         self.queue = PrefetchQueue()
         self.follower = functools.partial(context.scheduler.follow, self.queue)
@@ -104,7 +101,8 @@ class ForwardPass:
         """A compiled part is running."""
         # One object, so that `is_innermost` can compare by identity. A graph holds it as long as it lives, so it must
         # not hold this pass, and with that the model: a model that keeps its last output would never die.
-        self.pack_hook = types.MethodType(_pack, weakref.ref(self))
+        hook = _pack if self.log is None else _pack_unlogged
+        self.pack_hook = types.MethodType(hook, weakref.ref(self))
 
     # -- where we are ----------------------------------------------------------------------------------------------
 
@@ -160,7 +158,7 @@ class ForwardPass:
 
     def _miss(self) -> None:
         self.at.num_missed += 1
-        self.counters.num_divergences += 1
+        self.context.counters.num_divergences += 1
 
     def _stay(self, source: RecomputedSource) -> None:
         self._miss()
@@ -196,9 +194,14 @@ class ForwardPass:
                 return self._learn(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
         if position < len(table):
             entry = table[position]
-            is_known = entry.dtype is tensor.dtype and entry.num_dims == tensor.dim()
-            if is_known and is_same_producer(entry.producer, type(grad_fn)):
-                return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
+            if entry.dtype is tensor.dtype and entry.num_dims == tensor.dim():
+                if entry.is_simple and entry.producer is type(grad_fn) and wrapper is None:
+                    is_first, guard = entry.is_counted, self.context.guard
+                    if guard is None or not entry.is_activation:
+                        return self._hold(tensor, is_counted=is_first, origin=entry.origin)
+                    return self._keep_spillable(guard, tensor, is_counted=is_first, origin=entry.origin)
+                if is_same_producer(entry.producer, type(grad_fn)):
+                    return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
         self._miss()
         return self._unplanned(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
 
@@ -221,7 +224,6 @@ class ForwardPass:
         entry = self.first.entry_of(saved, self.at.layer, is_output=self.regions.find(saved) is not None)
         entry.origin = TensorOrigin.of(saved.tensor)
         entry.is_simple = entry.decision.fate is Fate.KEEP and entry.node is None and entry.is_planned
-        entry.is_input = self.first.is_older(saved.grad_fn)
         self.at.recording.append(entry)
         return self._carry_out(saved, entry)
 
@@ -249,45 +251,35 @@ class ForwardPass:
         """`is_counted`: the first tensor of a storage that is an activation. `is_planned`: the plan keeps it."""
         guard = self.context.guard
         if guard is None or not saved.is_movable:
-            return self._hold(saved.tensor, is_counted)
-        return self._keep_spillable(guard, saved.tensor, is_counted, is_planned=is_planned)
-
-    def keep_as_known(self, tensor: torch.Tensor, grad_fn: Any, entry: SavedTensorEntry) -> Any:
-        """The handle of a tensor that is the one of the table, which keeps it: most tensors of a step come here."""
-        if grad_fn is None or (entry.is_input and sequence_number(grad_fn) + 1 < next_sequence_number()):
-            alias = tensor  # as plain autograd has it: another node made it than the one that saves it
-        elif self.log is None:
-            alias = tensor.detach()
-        else:
-            with DisableTorchDispatch():  # not one of the model's: no log of it is needed, which takes 3 us
-                alias = tensor.detach()
-        guard = self.context.guard
-        if guard is None or not entry.is_activation:
-            return self._hold(tensor, entry.is_counted, entry.origin, alias)
-        return self._keep_spillable(guard, tensor, entry.is_counted, entry.origin, alias)
+            return self._hold(saved.tensor, is_counted=is_counted)
+        return self._keep_spillable(guard, saved.tensor, is_counted=is_counted, is_planned=is_planned)
 
     def _keep_spillable(
-        self, guard: Guard, tensor: torch.Tensor, is_counted: bool, *known: Any, is_planned: bool = True
+        self,
+        guard: Guard,
+        tensor: torch.Tensor,
+        *,
+        is_counted: bool,
+        is_planned: bool = True,
+        origin: TensorOrigin | None = None,
     ) -> Any:
-        """`known`: origin and alias, as of `Kept`."""
         on_open = self.follower if self.queue.has_distances else None
         # What no table knows may be a further view of a storage that is kept already.
         is_first = is_counted and is_planned
-        handle = None if is_first else guard.view(tensor, self.queue, on_open, *known)
-        if handle is None and is_counted:
-            handle = guard.keep(tensor, self.queue, on_open, *known, is_planned=is_planned)
-            self.counters.kept_bytes += handle.nbytes
-        return handle or self._hold(tensor, False, *known)
+        known = None if is_first else guard.view(tensor, self.queue, on_open)
+        if known is None and is_counted:
+            known = guard.keep(tensor, self.queue, on_open, is_planned=is_planned, origin=origin)
+            self.context.counters.kept_bytes += known.nbytes
+        return known or self._hold(tensor, is_counted=False, origin=origin)
 
-    def _hold(self, tensor: torch.Tensor, is_counted: bool, *known: Any) -> Any:
-        """`known`: origin and alias, as of `Kept`."""
+    def _hold(self, tensor: torch.Tensor, *, is_counted: bool, origin: TensorOrigin | None = None) -> Any:
         if self.weights is not None and not is_counted and (weight := self.weights.hold(tensor)) is not None:
             return weight
-        kept = Kept(tensor, self.follower if self.queue.has_distances else None, *known)
+        kept = Kept(tensor, self.follower if self.queue.has_distances else None, None, origin)
         if is_counted:
             nbytes = tensor.untyped_storage().nbytes()
-            self.counters.kept_bytes += nbytes
-            kept.bytes_of = self.context.scheduler.ledger.keep(nbytes)
+            self.context.counters.kept_bytes += nbytes
+            kept.bytes_of = self.context.scheduler.ledger.hold(kept, nbytes)
         return kept
 
     def _swap(self, saved: Saved, decision: Decision | SiteDecision) -> Any:
@@ -311,7 +303,7 @@ class ForwardPass:
             self._miss()
             return self._keep(saved, is_counted=False)
         if rerun.num_readers == 0:
-            self.counters.recomputed_bytes += rerun.nbytes
+            self.context.counters.recomputed_bytes += rerun.nbytes
         rerun.add_reader()
         return Shared(rerun, tensor)
 
@@ -364,7 +356,7 @@ class ForwardPass:
         if self.context.scheduler.on_buffer is not None:
             self.context.scheduler.on_buffer(storage)
         if decision.fate is Fate.KEEP:
-            return HeldSource(self._hold(form, True), form)
+            return HeldSource(self._hold(form, is_counted=True), form)
         site = self.context.scheduler.enroll(self.queue, storage, version_of(form), decision.prefetch, part_of(form))
         self.departures.add(site, decision.tier, decision.leave, next_sequence_number())
         return HeldSource(Shared(site, form), form)
@@ -401,7 +393,7 @@ class ForwardPass:
         recipe_graph.is_observing = self.first.is_on
         if self.departures.is_any:
             self.departures.keep_time()
-        self.counters.retained_input_bytes += saved.storage.nbytes()
+        self.context.counters.retained_input_bytes += saved.storage.nbytes()
         decision = node.decision
         if node.is_made:
             if recipe_graph.make(node, tensor) is None:
@@ -430,21 +422,15 @@ class ForwardPass:
 
 
 @never_compiled
-def _pack(reference: weakref.ref[ForwardPass], tensor: torch.Tensor) -> Any:
-    """The pack hook of a pass that is open. What the table keeps, which are most tensors, takes the short way."""
-    now: Any = reference()
-    at = now.at
-    table, position = at.table, at.position
-    if table is not None and position < len(table) and type(tensor) in PLAIN_TYPES:
-        entry, grad_fn = table[position], tensor.grad_fn
-        is_known = entry.is_simple and entry.producer is type(grad_fn) and entry.dtype is tensor.dtype
-        if is_known and entry.num_dims == tensor.dim():
-            at.position = position + 1
-            if now.departures.is_any:
-                now.departures.keep_time()
-            return now.keep_as_known(tensor, grad_fn, entry)
-    if now.log is None or type(tensor) not in PLAIN_TYPES:
-        return now.pack(tensor)
-    # Operators that make a handle are not the model's: they need no log, which takes 3 us for each.
+def _pack(forward_pass: weakref.ref[ForwardPass], tensor: torch.Tensor) -> Any:
+    """The pack hook of a pass that is open."""
+    return forward_pass().pack(tensor)  # type: ignore[union-attr]
+
+
+@never_compiled
+def _pack_unlogged(forward_pass: weakref.ref[ForwardPass], tensor: torch.Tensor) -> Any:
+    """As `_pack`. Operators that make a handle are not the model's: they need no log, which takes 3 us for each."""
+    if type(tensor) not in PLAIN_TYPES:
+        return _pack(forward_pass, tensor)
     with DisableTorchDispatch():
-        return now.pack(tensor)
+        return _pack(forward_pass, tensor)

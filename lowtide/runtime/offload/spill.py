@@ -17,7 +17,7 @@ of earlier calls are still there. From then on, until its backward pass is over,
 beside state, all gradients, and what any operator of the step needs at once, whatever the plan keeps; what recipes
 start from is spilled too, and nothing is fetched ahead of need beyond that.
 
-Cost: a limit that is never reached costs 2 us a kept tensor beside what that costs without one (forward_pass.py), and a
+Cost: a limit that is never reached costs 4 us a kept tensor beside what that costs without one (forward_pass.py), and a
 look at each parameter in each forward. Not covered: operators that need more at once than any of the step that was
 planned; storages that something else holds too (they are copied and, as `stats.aliased_bytes` says, not freed).
 """
@@ -39,7 +39,7 @@ from lowtide.runtime.saved.handle import Kept
 from lowtide.runtime.saved.stats import Share
 from lowtide.tensors.kinds import is_movable
 from lowtide.tensors.private import disable_current_modes, next_sequence_number, storage_key, version_of
-from lowtide.tensors.view import Shape, View, part_of
+from lowtide.tensors.view import Shape, TensorOrigin, View, modified_error, part_of
 from lowtide.units import format_bytes
 
 _HEADROOM_SHARE = 50
@@ -58,7 +58,7 @@ class Spillable(Kept):
     nbytes: int
     """Of the whole storage."""
     queue: PrefetchQueue
-    """Of the forward pass."""
+    """Of spilled sites, in this forward pass."""
     sequence: int
     """Autograd's number of the operator that saved it last. No copy may start before that operator was launched."""
     site: OffloadedStorage | None = None
@@ -95,9 +95,19 @@ class Spillable(Kept):
             return site.read()
 
     def open(self) -> torch.Tensor:
+        # No lock: as long as nobody has let go, this tensor is right, and its storage stays while it is read.
+        try:
+            tensor = self.tensor
+        except AttributeError:
+            pass
+        else:
+            if self.on_open is not None:
+                self.on_open()
+            if version_of(tensor) != self.version:
+                raise modified_error(tensor, tensor.size(), version_of(tensor), self.version, self.origin)
+            return tensor
         with self.scheduler.lock:
-            if self.view is None:
-                return super().open()
+            assert self.view is not None
             if self.on_open is not None:
                 self.on_open()
             self.view.check()
@@ -122,7 +132,7 @@ class Spillable(Kept):
     def let_go(self) -> None:
         """Drop the tensor. From now on it is read from the site."""
         self.view = View(self.tensor, self.version, self.origin)
-        self.tensor = None  # type: ignore[assignment]
+        del self.tensor
 
     def spill(self) -> int:
         """Start the storage's copy out. Returns the bytes that it will free. Call it under the scheduler's lock."""
@@ -137,11 +147,10 @@ class Spillable(Kept):
             return 0  # the data of one was exchanged since
         if scheduler.find(storage, self.version, part) is not None:
             return 0  # it is swapped already, as another site
-        if isinstance(self.bytes_of, Share):
-            scheduler.ledger.change(self.bytes_of, 0)
-        self.bytes_of = None  # the site has them in the ledger from now on
+        assert isinstance(self.bytes_of, Share)
+        scheduler.ledger.change(self.bytes_of, 0)  # the site has them in the ledger from now on
         # Distance 0: it is fetched when it is read. There is no room for it before.
-        self.site = site = scheduler.enroll(_spill_queue(self.queue), storage, self.version, 0, part)
+        self.site = site = scheduler.enroll(self.queue, storage, self.version, 0, part)
         self.spilled = StorageWeakRef(storage), self.version, part
         site.num_readers = sum(handle.num_readers for handle in handles)
         site.last_use = self.sequence
@@ -181,7 +190,6 @@ class Guard:
         self.num_extra_calls = 0
         """Calls of layers that no plan knew, so far."""
         self._scheduler = scheduler
-        self._is_on_streams = scheduler.engine.device_type != "cpu"
         self._min_bytes = min_bytes
         self._state_bytes = state_bytes
         self._model_bytes = state_bytes()
@@ -208,32 +216,50 @@ class Guard:
         self._room_bytes = self._high_bytes - self._model_bytes - beside_bytes
         return beside_bytes
 
-    def keep(self, tensor: torch.Tensor, queue: PrefetchQueue, *known: Any, is_planned: bool = True) -> Spillable:
+    def keep(
+        self,
+        tensor: torch.Tensor,
+        queue: PrefetchQueue,
+        on_open: Callable[[], None] | None,
+        *,
+        is_planned: bool = True,
+        origin: TensorOrigin | None = None,
+    ) -> Spillable:
         """The handle on a storage that is kept for the first time in this forward pass. May spill others.
-        `is_planned`: the plan keeps it. `known`: as of `Kept`.
+        `is_planned`: the plan keeps it. `origin`: as in `Kept`.
 
         This runs for each kept tensor of a step that goes as planned: what only spilling needs is found out then.
         """
-        if self._is_on_streams:
-            self._scheduler.engine.compute_stream()  # a copy that begins on another stream must wait for this one too
-        storage, ledger = tensor.untyped_storage(), self._scheduler.ledger
+        engine = self._scheduler.engine
+        if engine.device_type != "cpu":
+            engine.compute_stream()  # a copy that begins on another stream must wait for this one too
+        storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        handle = self._handle(tensor, nbytes, queue, *known)
-        handle.bytes_of = ledger.keep(nbytes)
-        self._kept[storage_key(storage)] = reference = weakref.ref(handle)
+        handle = self._handle(tensor, nbytes, queue, on_open, origin)
+        handle.bytes_of = self._scheduler.ledger.hold(handle, nbytes)
+        reference: weakref.ref[Any] = weakref.ref(handle)
+        self._kept[storage_key(storage)] = reference
         if nbytes >= self._min_bytes:
             self._candidates.append(reference)
             if not is_planned:
                 self._note_longer()
         is_longer = self._scheduler.window.most_ahead_bytes is not None
-        if self._owed or is_longer or ledger.most_bytes > self._room_bytes:
+        if self._owed or is_longer or self._scheduler.ledger.now_bytes > self._room_bytes:
             self.check()
         return handle
 
-    def _handle(self, tensor: torch.Tensor, nbytes: int, queue: PrefetchQueue, *known: Any) -> Spillable:
-        handle = Spillable(tensor, *known)
-        # Not the guard: a graph must not hold the model.
-        handle.scheduler, handle.nbytes, handle.queue = self._scheduler, nbytes, queue
+    def _handle(
+        self,
+        tensor: torch.Tensor,
+        nbytes: int,
+        queue: PrefetchQueue,
+        on_open: Callable[[], None] | None,
+        origin: TensorOrigin | None,
+    ) -> Spillable:
+        handle = Spillable(tensor, on_open, None, origin)
+        handle.scheduler = self._scheduler  # not the guard: a graph must not hold the model
+        handle.nbytes = nbytes
+        handle.queue = queue.spilled or _spill_queue(queue)
         handle.sequence = next_sequence_number()
         return handle
 
@@ -257,7 +283,7 @@ class Guard:
         is needed: the worst moment may be in backward.
         """
         self._pay()
-        handle = self._handle(tensor, tensor.untyped_storage().nbytes(), queue)
+        handle = self._handle(tensor, tensor.untyped_storage().nbytes(), queue, None, None)
         handle.bytes_of = share
         self._candidates.append(weakref.ref(handle))
         if self._slack_bytes is not None:
@@ -265,16 +291,16 @@ class Guard:
             self._owed.append((weakref.ref(handle), handle.nbytes))
         return handle
 
-    def view(self, tensor: torch.Tensor, queue: PrefetchQueue, *known: Any) -> Spillable | None:
+    def view(self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None] | None) -> Spillable | None:
         """A further handle on a storage that is kept already; None if it is not."""
         reference = self._kept.get(storage_key(tensor.untyped_storage()))
         first = reference() if reference is not None else None
         if first is None or (first.spilled is not None and first.spilled[0].expired()):
             return None
         if first.spilled is not None and not first.is_of(tensor):
-            return self.keep(tensor, queue, *known)  # written since the storage was sent away: it is here again
+            return self.keep(tensor, queue, on_open)  # written since the storage was sent away: it is here again
         first.sequence = next_sequence_number()
-        further = self._handle(tensor, first.nbytes, queue, *known)
+        further = self._handle(tensor, first.nbytes, queue, on_open, None)
         first.add(further)
         return further
 
@@ -364,7 +390,7 @@ class Guard:
 
 
 def _spill_queue(queue: PrefetchQueue) -> PrefetchQueue:
-    """Of what is spilled in the pass of `queue`: in the order of saving; backward reads it from the end."""
-    if queue.spilled is None:
-        queue.spilled = PrefetchQueue()
+    """A new queue of what is spilled in the pass of `queue`: in it sites are in the order of saving, and backward reads
+    it from the end."""
+    queue.spilled = PrefetchQueue()
     return queue.spilled

@@ -125,7 +125,7 @@ class HeldSource(Source):
         self._view = handle if isinstance(handle, Kept) else handle.view
         self._holder = handle if isinstance(handle, Kept) else handle.source
         if type(handle) is Kept:
-            handle.bytes_of = (handle.bytes_of,)  # still in the ledger; but recipes need all of it, not a rank's slice
+            handle.bytes_of = None  # the ledger knows it all the same; recipes need all of it, not a rank's slice
         self._key = storage_key(storage)
         self.nbytes = storage.nbytes()
         self.shape = Shape.of(tensor)

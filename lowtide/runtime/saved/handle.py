@@ -5,8 +5,7 @@ queue and no table by position owns bytes: autograd holds the handle, the handle
 the handle dies and frees everything that it owned.
 
 Two handles:
-- `Kept` owns a detached alias (not the tensor itself: an output that owns its own node would never be freed), or what
-  the forward pass knows to be an input of the operator that saves it: that one as it is, like plain autograd.
+- `Kept` owns a detached alias (never the tensor itself: an output that owns its own node would never be freed).
 - `Shared` refers to what all saved views of a storage share, and stores its own view. That is an `OffloadedStorage`, a
   `RecomputedSource`, or a `Rerun` (runtime/hooks/regions.py), which owns the inputs of a module and runs it again.
 
@@ -31,9 +30,9 @@ from typing import Any
 
 import torch
 
-from lowtide.runtime.saved.stats import KeptBytes, Share
+from lowtide.runtime.saved.stats import Share
 from lowtide.tensors.compiled import never_compiled
-from lowtide.tensors.private import version_of
+from lowtide.tensors.private import is_view, version_of
 from lowtide.tensors.view import TensorOrigin, View, modified_error
 from lowtide.tensors.wrappers import hollow, shell_of
 
@@ -52,21 +51,21 @@ class Kept:
         self,
         tensor: torch.Tensor,
         on_open: Callable[[], None] | None = None,
+        bytes_of: object = None,
         origin: TensorOrigin | None = None,
-        alias: torch.Tensor | None = None,
     ) -> None:
-        """`origin`: where the tensor came from, if that is known already. `alias`: what shows its bytes and its version
-        and may be owned, if that is known already."""
+        """`origin`: where the tensor came from, if that is known already."""
+        grad_fn = tensor.grad_fn
         self.version = version_of(tensor)
-        self.origin = origin or TensorOrigin.of(tensor)
-        self.tensor = alias if alias is not None else tensor if tensor.grad_fn is None else tensor.detach()
+        self.origin = origin or TensorOrigin(type(grad_fn), tensor.output_nr, is_view(tensor))
+        self.tensor = tensor if grad_fn is None else tensor.detach()
         self.on_open = on_open
-        self.bytes_of: object = None
+        self.bytes_of = bytes_of
 
     @property
     def is_first(self) -> bool:
         """Whether this handle counts the bytes of its storage in the ledger."""
-        return isinstance(self.bytes_of, KeptBytes | Share)
+        return isinstance(self.bytes_of, Share)
 
     def is_intact(self) -> bool:
         """Whether its bytes are still those of the forward pass."""
@@ -111,10 +110,6 @@ class Shared:
 @never_compiled
 def open_handle(handle) -> torch.Tensor:
     """The unpack hook. A module-level function, so that a graph does not hold the forward pass that built it."""
-    if isinstance(handle, Kept) and handle.on_open is None:
-        tensor = handle.tensor
-        if tensor is not None and version_of(tensor) == handle.version:
-            return tensor  # most are such, and need no call
     return handle.open()
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import lowtide
 
 PACKAGE = str(Path(lowtide.__file__).parent)
-STARTS = ("_pack", "open_handle")
+STARTS = ("ForwardPass.pack", "open_handle")
 MOST_CALLS = 150
 MOST_FILES = 16
 """Today's; the aim is 8."""
@@ -75,7 +75,7 @@ def test_a_swapped_tensor_takes_a_short_way(memory: str, tmp_path: Path) -> None
     assert len({*saved, *opened}) <= MOST_FILES
 
 
-@pytest.mark.parametrize(("limit_bytes", "most_calls"), [(None, 6), (2**40, 7)])
+@pytest.mark.parametrize(("limit_bytes", "most_calls"), [(None, 7), (2**40, 9)])
 def test_a_kept_tensor_takes_a_shorter_one(limit_bytes: int | None, most_calls: int) -> None:
     """Most tensors of a planned step are kept, and the budget's guard watches them."""
     model, x = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]), torch.randn(32, 64)
