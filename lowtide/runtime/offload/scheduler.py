@@ -162,24 +162,23 @@ class OffloadScheduler:
         """Start a site's copy out. Where no tier has room, the site stays on the device, counted as kept."""
         with self.lock:
             copy = site.copy
-            slot = self._allocate(copy.nbytes, tier)
-            if slot is None:
-                self._stay(copy)
-                return
-            self.counters.swapped_bytes += copy.nbytes
-            copy.slot = slot
             try:
+                copy.slot = self._allocate(copy.nbytes, tier)
+                if copy.slot is None:
+                    self._stay(copy)
+                    return
                 self._copy_out(copy)
             except BaseException:
                 # The copy failed: the site must not count as swapped, or backward would read an empty slot.
-                copy.slot = None
-                self.counters.swapped_bytes -= copy.nbytes
+                slot, copy.slot = copy.slot, None
                 self.counters.kept_bytes += copy.nbytes
-                # A part of the copy may be running: it still reads the source and fills the slot.
-                begun = self.engine.record(Lane.OUT)
-                self._unfreed.append((slot, (begun,)))
-                self._arriving[id(begun)] = (copy.source, begun)
+                if slot is not None:
+                    # A part of the copy may be running: it still reads the source and fills the slot.
+                    begun = self.engine.record(Lane.OUT)
+                    self._unfreed.append((slot, (begun,)))
+                    self._arriving[id(begun)] = (copy.source, begun)
                 raise
+            self.counters.swapped_bytes += copy.nbytes
             self.retire(self.window.nbytes())
 
     def finish_due(self, copy: Copy) -> None:
