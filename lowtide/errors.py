@@ -37,6 +37,10 @@ class BudgetError(ConfigError):
         return make, (str(self),)
 
 
+class NothingToTrainError(ConfigError):
+    """Nothing that a forward pass reads requires a gradient."""
+
+
 def wrong_argument(call: str, name: str, takes: str, value: object) -> ConfigError:
     """`lowtide.plan: loss= takes a function of the output, not int`."""
     return ConfigError(f"{call}: {name}= takes {takes}, not {type(value).__name__}")

@@ -51,7 +51,10 @@ class TideCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if len(trainer.optimizers) != 1:
-            raise ConfigError(f"TideCallback: needs one optimizer, and there are {len(trainer.optimizers)}")
+            raise ConfigError(
+                f"TideCallback: needs one optimizer, and there are {len(trainer.optimizers)}; in on_train_start call "
+                "lowtide.optimize(module.generator, budget, optimizer=...) for each part that is to be planned for"
+            )
         module = module_that_runs(pl_module, self._module)
         needs = [f"gradient_clip_val={trainer.gradient_clip_val}"] if trainer.gradient_clip_val else []
         if trainer.accumulate_grad_batches > 1:

@@ -24,7 +24,7 @@ from torch import nn
 from lowtide.core.profile import Profile
 from lowtide.core.recipe import Recipe
 from lowtide.engines.device_ops import TorchDevice
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, NothingToTrainError
 from lowtide.profiling.build_profile import find_recipes, profile_of
 from lowtide.profiling.layers import find_layers
 from lowtide.profiling.module_watch import describe
@@ -200,7 +200,7 @@ def record_step(
         leaves = [t for t in [*inputs, *recorder.watch.leaves] if t.requires_grad and t.is_leaf]
         trained.extend({id(t): t for t in [*leaves, *ends] if id(t) not in known}.values())
         if not trained:
-            raise ConfigError(
+            raise NothingToTrainError(
                 "lowtide: no parameter requires a gradient, so there is nothing to plan; unfreeze what is to be "
                 "trained first"
             )

@@ -156,11 +156,16 @@ def test_a_module_that_cannot_be_told_is_asked_for() -> None:
 
     from tests.support.lightning_modules import Two
 
-    def fit(callback: TideCallback) -> None:
+    class Pair(Two):
+        def configure_optimizers(self) -> Any:
+            self.automatic_optimization = False
+            return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.body, self.head)]
+
+    def fit(callback: TideCallback, model: type[Two] = Two) -> None:
         quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=4)
         pl.Trainer(max_steps=1, accelerator="cpu", callbacks=[callback], enable_model_summary=False, **quiet).fit(
-            Two(), data
+            model(), data
         )
 
     with pytest.raises(lowtide.ConfigError) as caught:
@@ -173,3 +178,9 @@ def test_a_module_that_cannot_be_told_is_asked_for() -> None:
         fit(_callback(module="boddy"))
     assert str(caught.value) == "TideCallback: Two has no module 'boddy'; its children are: body, head"
     fit(_callback(module="body"))
+    with pytest.raises(lowtide.ConfigError) as caught:
+        fit(_callback(module="body"), Pair)
+    assert str(caught.value) == (
+        "TideCallback: needs one optimizer, and there are 2; in on_train_start call "
+        "lowtide.optimize(module.generator, budget, optimizer=...) for each part that is to be planned for"
+    )

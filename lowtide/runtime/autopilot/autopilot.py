@@ -44,7 +44,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
-from lowtide.errors import BudgetError, RecomputeRefusedError
+from lowtide.errors import BudgetError, NothingToTrainError, RecomputeRefusedError
 from lowtide.profiling.layers import find_layers, named_layers
 from lowtide.profiling.state_bytes import other_bytes
 from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
@@ -60,7 +60,7 @@ from lowtide.runtime.session.shapes import PlanTable, ShapeBucket, ShapePlan
 from lowtide.runtime.session.tide import Tide
 from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase, Tides
 from lowtide.runtime.session.together import JointStepError
-from lowtide.tensors.kinds import device_of
+from lowtide.tensors.kinds import device_of, tensors_in
 from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
 from lowtide.tensors.ranks import any_rank, check_group, has_company
 from lowtide.tensors.snapshot import why_not_rerun
@@ -136,6 +136,10 @@ class Autopilot:
     def prepare(self, args: tuple, kwargs: dict) -> None:
         self._note_divergence()
         model = self.model_state.look()
+        if model in self.model_state.untrained and not any(t.requires_grad for t in tensors_in((args, kwargs))):
+            self._run_without()
+            self._begin_pass()
+            return
         if self.shape is not None:
             self.watch.note_loop(self.shape)
         self._replan_for_all()
@@ -158,6 +162,13 @@ class Autopilot:
             self._use(key, **self._with_state_of_now(key))
         self.watch.was_smaller |= key != bucket
         self._begin_pass()
+
+    def _run_without(self) -> None:
+        """No plan is in force from now on."""
+        if self._tides.tide is not None:
+            self._tides.take_off()
+            self._tides.wrap()
+        self.key = None
 
     def _begin_pass(self) -> None:
         self.watch.begin_pass()
@@ -235,8 +246,7 @@ class Autopilot:
             why = f"{CHANGED}{self.model_state.why}"
         if self.model_state.num_structures != self._num_structures:
             self._num_structures = self.model_state.num_structures
-            self._tides.take_off()
-            self._tides.wrap()
+            self._run_without()
             self.table.clear()
         self.key = None
         if self._foreign_bytes is None:
@@ -261,6 +271,11 @@ class Autopilot:
 
         try:
             shape = self._tides.observe(args, kwargs, planned, why=why)
+        except NothingToTrainError:
+            if not self.table and self._tides.placed.optimizer is None:
+                raise
+            self.model_state.untrained.add(key.model)
+            return
         except BudgetError as refusal:
             # Where some plan is in the table, the run goes on under it with other batches.
             if not self.table and self._tides.phase is not Phase.REMOVED:

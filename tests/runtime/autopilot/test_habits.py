@@ -362,6 +362,31 @@ def test_a_plan_may_change_while_other_tensors_play_the_parameters() -> None:
     assert all(map(zoo.same_bits, steps("1600KiB"), steps(None)))
 
 
+@pytest.mark.parametrize("begins_frozen", [False, True])
+def test_a_model_may_be_frozen_while_another_one_learns(begins_frozen: bool) -> None:
+    """As the generator of a pair, in the steps of its critic (Lightning's `toggle_optimizer`)."""
+
+    def steps(budget: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, critic = Net(), nn.Linear(1, 1)
+        parts = (model, critic) if begins_frozen else (critic, model)
+        optimizers = {part: torch.optim.Adam(part.parameters()) for part in parts}
+        how: dict[str, Any] = {"memory": {"min_bytes": 0}, "optimizer": optimizers[model], "engine": virtual(0)}
+        with contextlib.nullcontext() if budget is None else lowtide.optimize(model, budget, **how) as tide:
+            for number in range(3):
+                for frozen in parts:
+                    frozen.requires_grad_(False)
+                    critic(model(batch(number)).view(1)).square().backward()
+                    frozen.requires_grad_(True)
+                    for optimizer in optimizers.values():
+                        optimizer.step()
+                        optimizer.zero_grad()
+            assert tide is None or (len(tide.events) == 1 and tide.stats.peak_device_bytes < 1600 << 10)
+        return [p for part in parts for p in part.parameters()]
+
+    assert all(map(zoo.same_bits, steps("1600KiB"), steps(None)))
+
+
 def test_an_optimizer_of_another_model_is_refused_by_name() -> None:
     foreign = torch.optim.Adam(nn.Linear(3, 3).parameters())
     words = (
