@@ -55,15 +55,20 @@ class SplitExperts(nn.Module):
         """(T, H), (T, K), (T, K) to (T, H), as the block's own experts."""
         routing = self._route(top_k_index)
         rows = _Spread.apply(hidden_states, routing.token, routing.place, self.is_grouped)
-        rows = all_to_all(rows, routing.num_received, routing.num_sent, group=self.group)
+        rows, weights = all_to_all(
+            rows, routing.num_received, routing.num_sent, group=self.group, carry=(top_k_weights,)
+        )
         rows = self._run(_Arrange.apply(rows, routing.by_expert, routing.by_rank), routing.num_rows)
         rows = _Arrange.apply(rows, routing.by_rank, routing.by_expert)
-        rows = all_to_all(rows, routing.num_sent, routing.num_received, group=self.group)
-        rows = rows * top_k_weights.reshape(-1)[routing.pair].unsqueeze(-1)
+        rows, weights = all_to_all(rows, routing.num_sent, routing.num_received, group=self.group, carry=(weights,))
+        rows = rows * weights.reshape(-1)[routing.pair].unsqueeze(-1)
         if self.is_grouped:
             rows = _Arrange.apply(rows, routing.by_pair, routing.pair)
             return rows.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(hidden_states.dtype)
         return _Collect.apply(rows.to(hidden_states.dtype), routing.token, routing.place)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.gate_up_proj)} of {self.num_experts} experts"
 
     @torch.no_grad()
     def _route(self, top_k_index: torch.Tensor) -> _Routing:

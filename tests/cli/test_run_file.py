@@ -71,7 +71,7 @@ def test_memory_section_is_read_with_its_places() -> None:
             GOOD + "memory: 20GiB\n",
             "run.yaml:3:9: expected a mapping or null for 'memory', not '20GiB'; write 'key: value', with these keys: "
             "budget, host_budget, disk_budget, disk_path, recompute, swap, keep, optimizer, weights, loss, rows, "
-            "min_bytes, check, strict, layers",
+            "row_wise, min_bytes, check, strict, layers",
         ),
         (
             GOOD + "memory: {keep: layers.3}\n",

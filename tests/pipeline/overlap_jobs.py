@@ -19,12 +19,11 @@ import lowtide
 from lowtide.errors import ConfigError
 from lowtide.pipeline import Overlap, Pipeline, WeightGradients, all_to_all, find_ties, linear
 from lowtide.pipeline.exchange import Route, start_on_group
-from lowtide.pipeline.generators import make_schedule
+from lowtide.pipeline.generators import make_schedule, paired
 from lowtide.pipeline.overlap import Event
 from lowtide.pipeline.schedule import Schedule
 from tests.pipeline import moe
 from tests.support.exposed import exposed
-from tests.support.paired import paired
 from tests.support.solved import random_plan
 from tests.support.virtual_engine import VirtualEngine
 from tests.support.zoo import same_bits

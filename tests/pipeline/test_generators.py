@@ -10,11 +10,10 @@ import pytest
 
 from lowtide.config.run import SCHEDULES, ClusterSchedule, RunSchedule
 from lowtide.errors import ConfigError
-from lowtide.pipeline.generators import GENERATORS, make_schedule
+from lowtide.pipeline.generators import GENERATORS, make_schedule, paired
 from lowtide.pipeline.schedule import Kind, Pair, Schedule, from_csv, to_csv
 from lowtide.pipeline.verify import verify
 from tests.pipeline.torch_oracle import rows_of
-from tests.support.paired import paired
 from tests.support.row_counts import peak_live_chunks
 
 GOLDEN = Path(__file__).parent / "golden"

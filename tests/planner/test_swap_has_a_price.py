@@ -16,7 +16,7 @@ from lowtide.core.plan import Plan
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import state_bytes
-from lowtide.report.report import remarks_of
+from lowtide.report.report import Report
 from lowtide.timeline.step import Link
 from tests.support.grid import one_of
 from tests.support.profiles import MIB, decoder_profile
@@ -90,7 +90,10 @@ def test_where_the_price_is_high_nothing_is_swapped_and_the_plan_says_why() -> N
     line = "no activation is swapped: that would take 656.0 ms more, to take freed memory again"
     assert str(dear).splitlines()[3] == line
     assert "no activation is swapped" not in str(cheap) + str(free)
-    assert f"No{line[2:]}." in remarks_of(dear) and len(remarks_of(dear)) == len(remarks_of(cheap)) + 1
+    remarks = {
+        name: Report(title="", subtitle="", plan=plan).remarks for name, plan in (("dear", dear), ("cheap", cheap))
+    }
+    assert f"No{line[2:]}." in remarks["dear"] and len(remarks["dear"]) == len(remarks["cheap"]) + 1
     assert Plan.from_json(dear.to_json()) == dear
     # As with `swap: none`, but for the words.
     none = planned(DEAR, rules={"swap": "none"})

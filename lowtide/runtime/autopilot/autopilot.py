@@ -136,7 +136,7 @@ class Autopilot:
     def prepare(self, args: tuple, kwargs: dict) -> None:
         self._note_divergence()
         model = self.model_state.look()
-        if model in self.model_state.untrained and not any(t.requires_grad for t in tensors_in((args, kwargs))):
+        if model in self.table.untrained and not any(t.requires_grad for t in tensors_in((args, kwargs))):
             self._run_without()
             self._begin_pass()
             return
@@ -274,7 +274,7 @@ class Autopilot:
         except NothingToTrainError:
             if not self.table and self._tides.placed.optimizer is None:
                 raise
-            self.model_state.untrained.add(key.model)
+            self.table.untrained.add(key.model)
             return
         except BudgetError as refusal:
             # Where some plan is in the table, the run goes on under it with other batches.

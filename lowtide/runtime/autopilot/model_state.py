@@ -47,8 +47,6 @@ class ModelState:
         """How often submodules were added, replaced or removed."""
         self.num_unseen = 0
         """How often steps have shown another state, in something that is not compared."""
-        self.untrained: set[int] = set()
-        """States in which nothing is trained, as while the other model of a pair learns."""
         self.why = ""
         """In which way the last state is another one than that before it, in words."""
         self._num_states = 0

@@ -75,6 +75,8 @@ class PlanTable:
         self._has_warned = False
         self._ignored_numbers: set[int] = set()
         """Places of numbers among the inputs that change nothing."""
+        self.untrained: set[int] = set()
+        """States of the model in which nothing is trained, as while the other model of a pair learns."""
 
     def __len__(self) -> int:
         return len(self._plans)
