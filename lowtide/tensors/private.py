@@ -448,6 +448,11 @@ def flat_weights(module: nn.RNNBase) -> list[Any]:
     return module._flat_weights
 
 
+def flat_names(module: nn.RNNBase) -> list[str]:
+    """The names of the parameters in that list."""
+    return module._flat_weights_names
+
+
 def set_flat_weights(module: nn.RNNBase, weights: list[Any]) -> None:
     """As `flat_weights`. Publicly a module only makes the list anew from its parameters."""
     module._flat_weights = weights

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import warnings
 import weakref
@@ -57,6 +58,10 @@ from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
     are_transforms_active,
     current_autograd_node,
+    flat_names,
+    flat_weights,
+    own_parameters,
+    set_flat_weights,
     storage_key,
     top_saved_tensors_hooks,
     tree_leaves,
@@ -422,6 +427,15 @@ class WeightSwap:
         moves = self._moves
         with moves.lock:
             moves.order.staying = frozenset()
+            for module in self.model.modules():
+                if isinstance(module, nn.RNNBase):
+                    # After `torch.func.functional_call` it keeps aliases of other tensors until its next forward.
+                    own, pairs = (
+                        own_parameters(module),
+                        dict(zip(flat_names(module), flat_weights(module), strict=True)),
+                    )
+                    set_flat_weights(module, [own.get(name, pairs.pop(name)) for name in [*pairs]])
+            gc.collect()  # cycles hold what nobody can reach any more
             moves.hide_all()
             if self.optimizer_swap is not None:
                 self.optimizer_swap.detach()

@@ -648,6 +648,7 @@ def test_hooks_of_all_modules() -> None:
 def test_the_flat_weights_of_a_recurrent_module() -> None:
     module = nn.GRU(2, 3)
     weights = private.flat_weights(module)
+    assert all(getattr(module, name) is each for name, each in zip(private.flat_names(module), weights, strict=True))
     assert [id(weight) for weight in weights] == [id(parameter) for parameter in module.parameters()]
     zeros = [torch.zeros_like(weight) for weight in weights]
     private.set_flat_weights(module, zeros)

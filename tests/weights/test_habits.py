@@ -18,6 +18,7 @@ from torch.distributed import fsdp
 
 import lowtide
 from lowtide.engines.host import HostEngine
+from lowtide.tensors import private
 from tests.support.grid import one_of
 from tests.support.virtual_engine import VirtualEngine
 from tests.weights.test_bit_equality import Small
@@ -580,6 +581,20 @@ def test_nothing_is_left_behind() -> None:
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     assert not any(module._load_state_dict_pre_hooks for module in model.modules())
     assert engine.num_slots == 0
+
+
+def test_a_recurrent_module_holds_no_slot_after_functional_call() -> None:
+    """Its list of weights has the tensors of that call until its next forward."""
+    engine = VirtualEngine(0)
+    model = nn.Sequential(nn.LSTM(8, 8))
+    before = [id(parameter) for parameter in model[0].parameters()]
+    with lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), 0.1), min_bytes=1, engine=engine):
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        x = torch.randn(3, 2, 8)
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (x,))[0].sum())(weights)
+        weights.clear()
+    assert engine.num_slots == 0
+    assert [id(parameter) for parameter in private.flat_weights(model[0])] == before
 
 
 @pytest.mark.parametrize("use", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
