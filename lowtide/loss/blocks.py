@@ -138,11 +138,12 @@ def _numbers_of_rows(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 class RowsApart(TorchDispatchMode):
-    """Raises what `refusal` makes of a reason where an operator lets rows talk to each other, as far as shapes show it.
+    """Raises an error where an operator lets rows talk to each other, as far as shapes show it. `refusal` makes the
+    error of a reason.
 
-    Rows are so many as nothing else is: a prime number. So a dimension of rows is known by its size. Each operator must
-    give one such dimension where it is given one, and not work along it. What keeps all sizes and mixes rows by numbers
-    (an index, a reshape that cuts elsewhere) only a run of real tensors shows."""
+    The number of rows is a prime that no other dimension has, so the dimension of rows is known by its size. An
+    operator that is given such a dimension must give one back, and must not work along it. Shapes do not show an
+    operator that mixes rows by numbers and keeps all sizes, such as an index; a run of real tensors does."""
 
     num_rows = 10_007
 

@@ -32,6 +32,7 @@ from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import ConfigError
+from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.agree import Together
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes, trained_by
@@ -232,7 +233,7 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 # -- follow ----------------------------------------------------------------------------------------------------
 
 
-class StagePlans(contextlib.AbstractContextManager["StagePlans"]):
+class StagePlans:
     """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly."""
 
     def __init__(
@@ -256,8 +257,6 @@ class StagePlans(contextlib.AbstractContextManager["StagePlans"]):
         except BaseException:
             self.remove()
             raise
-        self.optimizer_swap = placed.handle
-        """The handle of the optimizer's state; None where all of it stays."""
         self.summaries = self._summaries(task)
         """By stage, what is said of it: of this rank's; after `told` of all stages of the pipeline."""
 
@@ -269,6 +268,11 @@ class StagePlans(contextlib.AbstractContextManager["StagePlans"]):
             for text in self.summaries.values():
                 say(text)
         return self
+
+    @property
+    def optimizer_swap(self) -> OptimizerSwap | None:
+        """The handle of the optimizer's state; None where all of it stays."""
+        return self._placed.handle
 
     @property
     def plans(self) -> Mapping[int, Plan]:
@@ -330,6 +334,9 @@ class StagePlans(contextlib.AbstractContextManager["StagePlans"]):
         self._placed.remove()
         if self._owns_engine:
             self._engine.close()
+
+    def __enter__(self) -> StagePlans:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

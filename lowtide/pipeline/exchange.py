@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,19 @@ running_half: ContextVar[Any] = ContextVar("lowtide_running_half", default=None)
 threads of its own, which do not have it: there an exchange asks the home of the half that it was made in."""
 
 
+@overload
+def all_to_all(
+    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], *, group: Any = None
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    *,
+    group: Any = None,
+    carry: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, ...]: ...
 def all_to_all(
     x: torch.Tensor,
     output_splits: Sequence[int],
@@ -65,7 +78,7 @@ def all_to_all(
     *,
     group: Any = None,
     carry: tuple[torch.Tensor, ...] | None = None,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The rows that the ranks of `group` sent to this one, of shape `[sum(output_splits), *x.shape[1:]]`.
 
     x: `[sum(input_splits), ...]`. `group`: the expert-parallel ranks; absent, all ranks.

@@ -172,12 +172,7 @@ class Overlap:
         except BaseException as error:  # Ctrl-C outside of what a half does
             baton.end(FORWARD, error)
             there.result()
-        error_of_pair, baton.error = baton.error, None
-        if error_of_pair is not None:
-            try:
-                raise error_of_pair
-            finally:
-                del error_of_pair  # its traceback leads to this frame
+        baton.raise_error()
 
     def _on_thread(
         self,
@@ -336,6 +331,15 @@ class Baton:
             if self._holder == party:
                 self._holder = self._following(party)
             self._changed.notify_all()
+
+    def raise_error(self) -> None:
+        """Raise what the first party that raised has raised, if one has."""
+        error, self.error = self.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback leads to this frame
 
 
 def as_this_thread(*, keeps_casts: bool = True) -> contextlib.AbstractContextManager[None]:

@@ -90,8 +90,8 @@ def _parameters(model: nn.Module) -> list[Any]:
 
 
 def whole_bytes(model: nn.Module) -> tuple[int, int]:
-    """Of all that FSDP2 shards in `model`: the bytes of its weights once they are gathered, and how many more those of
-    their gradients are before these are reduced. Collective: gathers each module."""
+    """Of all that FSDP2 shards in `model`: the bytes of its weights while they are gathered, and how many bytes
+    larger its gradients are before they are reduced. Collective: gathers each module."""
     weights, gradients = 0, 0
     for module in fsdp_modules(model):
         module.unshard()

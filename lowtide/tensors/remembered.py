@@ -260,8 +260,8 @@ class State(Held):
 
     @classmethod
     def of_thread(cls, value: threading.local, name: Name) -> State:
-        """What the thread that asks has in a thread-local: numbers and empty containers are what any thread may have of
-        its own. A record of attributes puts it back, on its thread."""
+        """What the current thread has in a thread-local. Empty containers count as the same, since each thread makes
+        its own. Nothing is put back here; the record of its attributes does that."""
 
         def found() -> list[tuple[str, Any]]:
             empty = [key for key, held in vars(value).items() if isinstance(held, dict | list | set) and not held]

@@ -223,7 +223,7 @@ class Snapshot:
         ]
 
     def note_positions(self) -> None:
-        """What moves on by itself may have done so until now."""
+        """Compare what moves on by itself (iterators, say) with where it stands now."""
         self._positions = [(value, name, position_of(value)) for value, name, _ in self._positions]
 
     def written(self, *, by_value: bool) -> Iterator[str]:

@@ -263,12 +263,7 @@ class Forwards:
             except BaseException as error:  # Ctrl-C, which comes to this thread
                 baton.end(0, error)
             to_the_end(pool.shutdown)
-        error_of_one, baton.error = baton.error, None
-        if error_of_one is not None:
-            try:
-                raise error_of_one
-            finally:
-                del error_of_one  # its traceback leads to this frame
+        baton.raise_error()
 
     def _take_turns(self, baton: Baton, before: _Surroundings, number: int, parts: Collection[str]) -> None:
         self._refuse(before.changed(parts))

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import os
 import warnings
 import weakref
@@ -317,6 +316,14 @@ def _sizes(
     return window, bucket or None, staying
 
 
+def _forget_aliases(model: nn.Module) -> None:
+    """After `torch.func.functional_call` a recurrent module keeps aliases of other tensors until its next forward."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            own, pairs = own_parameters(module), zip(flat_names(module), flat_weights(module), strict=True)
+            set_flat_weights(module, [own.get(name, alias) for name, alias in pairs])
+
+
 class WeightSwap:
     """The handle of one model. Made by `swap_weights`."""
 
@@ -422,20 +429,12 @@ class WeightSwap:
 
     def remove(self) -> None:
         """Bring weights and gradients back to the device, in plain tensors, and leave the model and its optimizer as
-        they were. Idempotent. Where memory runs out the swap stays in force, and a later call goes on from there. So
-        does one that finds a slot free that somebody held before."""
+        they were. Idempotent. Where memory runs out the swap stays in force, and a later call goes on from there. A
+        later call also gives slots back that somebody held before."""
         moves = self._moves
         with moves.lock:
             moves.order.staying = frozenset()
-            for module in self.model.modules():
-                if isinstance(module, nn.RNNBase):
-                    # After `torch.func.functional_call` it keeps aliases of other tensors until its next forward.
-                    own, pairs = (
-                        own_parameters(module),
-                        dict(zip(flat_names(module), flat_weights(module), strict=True)),
-                    )
-                    set_flat_weights(module, [own.get(name, pairs.pop(name)) for name in [*pairs]])
-            gc.collect()  # cycles hold what nobody can reach any more
+            _forget_aliases(self.model)
             moves.hide_all()
             if self.optimizer_swap is not None:
                 self.optimizer_swap.detach()

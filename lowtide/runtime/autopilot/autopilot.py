@@ -275,6 +275,7 @@ class Autopilot:
             if not self.table and self._tides.placed.optimizer is None:
                 raise
             self.table.untrained.add(key.model)
+            LOG.info("lowtide: nothing is trained in this forward pass, which runs without a plan")
             return
         except BudgetError as refusal:
             # Where some plan is in the table, the run goes on under it with other batches.

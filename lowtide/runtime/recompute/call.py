@@ -34,7 +34,7 @@ class Call:
         self._written: tuple[tuple, dict] | None = (args, kwargs)
         self._names = tuple(kwargs)
         self._specs: list[Any] = []
-        """Of each argument: how it is made of leaves; None for one that is a leaf, a number for a tuple of so many."""
+        """Of each argument: how it is made of leaves. None: it is a leaf. A number: it is a tuple of so many leaves."""
         self._constants: list[Any] = []
         """The leaves; None for a tensor."""
         self._places: list[tuple[int, int]] = []

@@ -318,7 +318,7 @@ class Before:
         self._records = [record.again() for record in known.records]
         self._given = _without_modules(self._walk(call.objects).records()) if call.objects else []
         self._learning: tuple[Snapshot, list[State], contextvars.Context] | None = None
-        """What there was before a first run of which is to be learned what it moves."""
+        """What there was before a first run that is to show what it moves."""
         self.flow: Flow | None = None
         if not known.is_settled and known.num_learned < _MAX_LEARNED:
             names = {str(record.name) for record in known.records if isinstance(record, State)}
@@ -438,7 +438,7 @@ class Before:
         return {
             variable: then.run(_held, variable)
             for variable, value in contextvars.copy_context().items()
-            if variable not in self.known.variables and then.get(variable, then) is not value
+            if variable not in self.known.variables and then.get(variable, NOTHING) is not value
         }
 
     def _learn(self, flow: Flow) -> None:
