@@ -13,10 +13,7 @@ Why stretches: a step has three buckets on the device. Were a bucket never small
 parameter, the embedding of a large vocabulary alone would take gigabytes of each. Elements are taken in order of
 memory, so rows and columns do not matter, and a stretch is a plain one-dimensional view. Stretches are multiples of
 65,536 elements (`CUT_ELEMENTS`), so that torch's kernels find the vectors and chunks that the whole parameter has.
-Stepped whole, in a bucket as large as it must be: parameters of other optimizers than torch's elementwise ones;
-parameters with gaps in memory; gradients or state that lie in memory in another order than the parameter; half
-precision on a CPU with several threads (`is_alike_in_stretches`); distributed tensors where neither `foreach` nor
-`fused` was chosen, since torch chooses by the class of a tensor.
+docs/optimizer.md has what is stepped whole all the same, in a bucket as large as it must be.
 
 Cost: some microseconds a tensor when a bucket is made, and a large parameter and step.
 Not covered: tensors in nested containers of a state; wrapped tensors other than `DTensor`: both stay on the device.
@@ -248,12 +245,9 @@ def describe(
 
 def storages_of(values: Iterable[Any]) -> list[int]:
     """What tells the storages of these tensors apart."""
-    return [storage_key(inside(v).untyped_storage()) for v in values if isinstance(v, torch.Tensor) and _has_storage(v)]
-
-
-def _has_storage(value: torch.Tensor) -> bool:
-    local = inside(value)
-    return type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout == torch.strided
+    found = [inside(value) for value in values if isinstance(value, torch.Tensor)]
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return [storage_key(t.untyped_storage()) for t in found if type(t) in kinds and t.layout == torch.strided]
 
 
 # -- stretches of a large parameter -----------------------------------------------------------------------------------

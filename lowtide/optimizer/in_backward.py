@@ -24,26 +24,19 @@ Parameters without a bucket, whose state is still to be made or stays on the dev
 them is there. `step()` does what is left. The first step makes buckets in the order in which gradients come. Where
 later passes keep to that order, at most one bucket is incomplete at a time.
 What is complete steps when the next gradient comes: hooks of others on its last parameter have run by then, and each
-pass leaves some gradients for `step()`. By those it is seen if gradients are changed between the two, as clipping does:
-then the step is refused, and so it is where hyper-parameters were changed. Parameters that have stepped are not what
-plain training would have; the message says to load a checkpoint.
-This way must be asked for: it is for training in which each step has one backward pass, and nothing reads all gradients
-or changes hyper-parameters between the two: no accumulation, no clipping by a norm over all, no `GradScaler`. A second
-backward pass before the step raises RuntimeError. Several ranks are refused: gradients of others are not there yet when
-a parameter's own is.
-Buckets are fetched ahead in the order of the step before, as many as there are places for.
+pass leaves some gradients for `step()`. By those it is seen if gradients are changed between the two, as clipping does.
+This way must be asked for; what it forbids is in docs/optimizer.md. Buckets are fetched ahead in the order of the step
+before, as many as there are places for.
 Which gradients a bucket waits for is known from the step before, and a gradient that was kept (`set_to_none=False`)
 does not count as one of this pass; what a step does not use is stepped with zeros then, as in plain training. State
 that somebody has replaced since the pass began waits for `step()`. Gradients that were used are None afterwards, so
 others that are still there after a step must have been set to zero: else that is refused.
-Cost: a few microseconds a parameter, and one wait for the device at `step()`: writes that no version counts (through
-`gradient.data`, and those of `GradScaler`) are seen in samples. With `set_to_none=False` one more wait, when backward
-begins. Not seen: such a write to a few elements.
+Cost: a few microseconds a parameter, and one wait for the device at `step()`, which looks at samples of gradients. With
+`set_to_none=False` one more wait, when backward begins. Not seen: a write to a few elements that no version counts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,7 +49,6 @@ from lowtide.optimizer.parts import StepPart, StepRun
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.step import Stepper
 from lowtide.optimizer.store import StateStore
-from lowtide.optimizer.transfers import Arrival
 from lowtide.tensors.optimizers import parameters_of
 from lowtide.tensors.private import current_graph_task_id, queue_callback, version_of
 from lowtide.tensors.wrappers import inside
@@ -71,7 +63,8 @@ class BackwardPrefetch:
     def __init__(self, store: StateStore) -> None:
         self._store = store
         self._transfers = store.transfers
-        self._arrivals: dict[int, tuple[Arrival, list[int]]] = {}
+        self._versions: dict[StateChunk, list[int]] = {}
+        """Of the state in a chunk when its way to the device began."""
         self._count = 0
         """Gradients since the last step."""
         self._usual_count = 0
@@ -88,13 +81,12 @@ class BackwardPrefetch:
         self._hooks = [OwnedHook(self, hook).put_on(p.register_post_accumulate_grad_hook) for p in marks]
 
     def remove(self) -> None:
-        self.give_up()
         for hook in self._hooks:
             hook.remove()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._count == 0:
-            self.give_up()  # from before a step that was skipped
+            self._transfers.give_up()  # from before a step that was skipped
         if self._stream != self._current_stream():
             return  # of a wrapper that reduces gradients on a stream of its own; memory of that one is not ours to use
         self._count += 1
@@ -108,49 +100,37 @@ class BackwardPrefetch:
         """Fetch as many chunks as there is room for."""
         is_late = self._usual_count - self._count < self._marks_in_a_pass / 2
         for chunk in (chunk for bucket in self._store.buckets for chunk in bucket.chunks):
-            bucket = chunk.bucket
-            if id(chunk) in self._arrivals or bucket.resident is not None or bucket.was_idle:
+            bucket, under_way = chunk.bucket, self._transfers.arrivals
+            if chunk in under_way or bucket.resident is not None or bucket.was_idle:
                 continue
-            if in_use is None and (not is_late or len(self._arrivals) >= self._transfers.num_buffers - 1):
+            if in_use is None and (not is_late or len(under_way) >= self._transfers.num_buffers - 1):
                 return
             if in_use is not None:
                 in_use += chunk.nbytes
                 if in_use > self._usual_bytes:
                     return
-            self._start(chunk)
+            self._versions[chunk] = _versions(bucket)
+            self._transfers.fetch_ahead(chunk)
 
-    def _start(self, chunk: StateChunk) -> None:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            versions = _versions(chunk.bucket)
-            self._arrivals[id(chunk)] = self._transfers.fetch(chunk), versions
-
-    def take(self) -> dict[int, Arrival]:
-        """What was fetched and is still right, by the identity of its chunk. A step begins."""
+    def begin_step(self) -> None:
+        """A step begins, and uses what was fetched and is still right."""
         self._stream = self._current_stream()
-        chunks = {id(chunk) for bucket in self._store.buckets for chunk in bucket.chunks}
-        right: dict[int, Arrival] = {}
-        for key, (arrival, versions) in self._arrivals.items():
-            bucket = arrival.chunk.bucket
-            if key in chunks and bucket.is_bound(self._store.optimizer.state) and _versions(bucket) == versions:
-                right[key] = arrival
-            else:
-                self._transfers.give_up(arrival)
-        self._arrivals.clear()
+        chunks, state = {c for bucket in self._store.buckets for c in bucket.chunks}, self._store.optimizer.state
+
+        def is_right(chunk: StateChunk) -> bool:
+            then = self._versions.get(chunk)
+            return chunk in chunks and chunk.bucket.is_bound(state) and _versions(chunk.bucket) == then
+
+        self._transfers.give_up([chunk for chunk in self._transfers.arrivals if not is_right(chunk)])
+        self._versions.clear()
         self._usual_count, self._count = self._count, 0
         self._usual_bytes, self._most_bytes = self._most_bytes, 0
         self._marks_in_a_pass = len(self._seen)
         self._seen.clear()
-        return right
 
     def _current_stream(self) -> torch.Stream | None:
         device = self._store.device
         return None if device.type == "cpu" else torch.accelerator.current_stream(device)
-
-    def give_up(self) -> None:
-        """Drop what was fetched."""
-        for arrival, _ in self._arrivals.values():
-            self._transfers.give_up(arrival)
-        self._arrivals.clear()
 
 
 def _versions(bucket: StateBucket) -> list[int]:
@@ -222,14 +202,9 @@ class InBackward:
         """While `holds`, gradients that come wait for those of more micro-batches, and update nothing."""
         self._step.is_held = holds
 
-    def let_go(self) -> None:
-        """Drop what was fetched ahead; the step that backward began can go on."""
-        if self._step.run is not None:
-            self._stepper.give_up(self._step.run)
-
     def end(self) -> None:
         """Drop the step that backward began: what it has not updated, another one will."""
-        self.let_go()
+        self._stepper.transfers.give_up()
         self.take()
 
     # -- while backward runs -------------------------------------------------------------------------------------------
@@ -334,8 +309,8 @@ class InBackward:
         step.stepped.update(parameters)
         self._freed.update(parameters)
         transfers = self._stepper.transfers
-        if any(id(chunk) not in run.arrivals for chunk in part.chunks()) and not transfers.has_room():
-            self._stepper.give_up(run)  # another order than in the step before
+        if any(chunk not in transfers.arrivals for chunk in part.chunks()) and not transfers.has_room():
+            transfers.give_up()  # another order than in the step before
         self._stepper.advance(run, [len(run.parts) - 1])
         for parameter in parameters:
             parameter.grad = None
@@ -345,9 +320,9 @@ class InBackward:
         buckets = dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of)
         step.order += buckets
         step.following = max([step.following, *(self._last_order.get(bucket, -1) + 1 for bucket in buckets)])
-        self._fetch_following(run, has_stepped=bool(buckets))
+        self._fetch_following(has_stepped=bool(buckets))
 
-    def _fetch_following(self, run: StepRun, *, has_stepped: bool) -> None:
+    def _fetch_following(self, *, has_stepped: bool) -> None:
         """Fetch what stepped next in the step before, as far as there are places; where a bucket has just left its
         place, one in any case."""
         stepper, step = self._stepper, self._step
@@ -357,7 +332,7 @@ class InBackward:
                 (number == 0 and has_stepped) or stepper.transfers.has_room()
             ):
                 break
-            stepper.fetch_ahead(run, chunk)
+            stepper.transfers.fetch_ahead(chunk)
 
     # -- when the optimizer steps --------------------------------------------------------------------------------------
 

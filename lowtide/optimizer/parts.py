@@ -11,11 +11,9 @@ still missing, with other bits in bfloat16. Such a group steps as one part, once
 `Cut` is a large parameter in one step, `Stretch` a part of its elements. `show` makes a one-dimensional tensor of the
 stretch, with its gradient and its state, as if it were a parameter; the optimizer steps it; `put_away` takes what the
 optimizer has left. What has no elements (`step`, numbers) is copied for each stretch, so that each begins where the
-whole parameter would, and is written back once, after the last one. All stretches agree on it, since it does not depend
-on the elements. In the first step each stretch makes its own part of the state; the parameter's new bucket is filled
-part by part, and `optimizer.state` shows it once the last part is there. Where no tier has room the parts are put
-together on the device. Where it stops between two stretches the ones before are updated: `resume` goes on with the
-next. `optimizer.state` has the counters of before the step until then.
+whole parameter would, and is written back once, after the last one. In the first step each stretch makes its own part
+of the state; the parameter's new bucket is filled part by part, and `optimizer.state` shows it once the last part is
+there. Where no tier has room the parts are put together on the device.
 
 Cost: a dictionary a group and part, some ten microseconds a stretch.
 Not covered: the step itself (step.py).
@@ -34,7 +32,6 @@ from torch.autograd.graph import increment_version
 from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk, ends_of, halves, in_order, is_cut_now, runs
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
 from lowtide.optimizer.store import StateStore, entries_of
-from lowtide.optimizer.transfers import Arrival
 from lowtide.tensors.wrappers import inside, is_distributed, shell_of
 
 
@@ -75,8 +72,6 @@ class StepRun:
     todo: list[int] = field(default_factory=list)
     """Numbers of the parts that have not stepped, in the order in which they will."""
     result: Any = None
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
-    """Buckets under way, by the identity of their chunk."""
     is_tainted: bool = False
     """Its last part stopped inside the optimizer's own step."""
     error: BaseException | None = None

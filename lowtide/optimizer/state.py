@@ -6,17 +6,15 @@ over a mapping that somebody else puts there, and has the hooks of `state_dict` 
 Why: a step ends before its last copies do, so that the next forward need not wait. Whoever reads the state in between
 must not see bytes of the step before. Inside a step the optimizer reads what is on the device, and nothing waits.
 
-Checkpoints are torch's own calls in torch's format, without all of the state on the device: `state_dict()` gives the
-tensors that are in main memory or in the file. `load_state_dict()` is torch's; hooks of ours take the large tensors out
-before it and give them buckets after it, one by one. What plain torch saved can be loaded here, and the reverse.
+Checkpoints are torch's own calls in torch's format: `state_dict()` gives the tensors that are in main memory or in the
+file. Around `load_state_dict()` hooks take the large tensors out and give them buckets, one by one.
 Why not torch's alone: it moves all of the state to the device at once, and casts it to the parameter's dtype: moments
 in float32 of parameters in bfloat16 lose 16 bits for good. Here a tensor gets the dtype that the optimizer's own tensor
 of this name has. Where there is none yet, torch.optim's optimizers would make it in the parameter's dtype, so that is
 it; for others it stays as it was saved.
 
 Cost: half a microsecond a call of the mapping; one copy of the state to load it. A copy of the mapping (`copy`,
-`deepcopy`, `pickle`) is a plain `defaultdict`. As with a plain optimizer, what `state_dict()` gives is not a copy: the
-next step changes it.
+`deepcopy`, `pickle`) is a plain `defaultdict`.
 Not covered: a tensor or the inner mapping of one parameter, kept in a variable over a step: call `handle.flush()`. Load
 hooks of the user's that are registered after lowtide's see placeholders in place of large tensors.
 """
@@ -45,23 +43,19 @@ class _HeldState:
 
 
 class ShownState:
-    """See the module's text. `before_read` is called before anybody else than the optimizer looks into its state,
-    `after_load` when a checkpoint was loaded. `refuse(call)` raises where `call` ('state_dict', 'load_state_dict') may
-    not be now.
-    """
+    """See the module's text. `after_load` is called when a checkpoint was loaded. `refuse(call)` raises where `call`
+    ('state_dict', 'load_state_dict') may not be now."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         store: StateStore,
         *,
-        before_read: Callable[[], None],
         refuse: Callable[[str], None],
         after_load: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
         self._store = store
-        self._before_read = before_read
         self._refuse = refuse
         self._after_load = after_load
         self._is_stepping = False
@@ -88,12 +82,10 @@ class ShownState:
             self._is_stepping = before
 
     def settle(self) -> None:
-        """Somebody looks into the state: main memory has what was sent. He may write, also through `.data`, which
-        nothing shows."""
-        if self._is_stepping:
-            return
-        self._before_read()
-        if not self._store.transfers.is_settled:
+        """Somebody else than the optimizer looks into the state: main memory has what was sent. He may write, also
+        through `.data`, which nothing shows, so what is on its way to the device is given up."""
+        if not self._is_stepping:
+            self._store.transfers.give_up()
             self._store.transfers.settle()
 
     def take_over(self) -> None:

@@ -24,13 +24,12 @@ from typing import Any
 import torch
 
 from lowtide.errors import PartialStepError
-from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk
+from lowtide.optimizer.buckets import Buffer, StateBucket
 from lowtide.optimizer.groups import GroupSnapshot
 from lowtide.optimizer.parts import Parts, StepPart, StepRun, Stretch, one_by_one
 from lowtide.optimizer.requests import why_not_exact
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.store import StateStore, entries_of
-from lowtide.optimizer.transfers import Arrival
 from lowtide.tensors.optimizers import parameters_of
 from lowtide.tensors.wrappers import inside
 
@@ -62,11 +61,10 @@ class Stepper:
                     "model.to(accelerator.device) first)"
                 )
 
-    def begin(self, call: Callable[[], Any], arrivals: dict[int, Arrival]) -> StepRun:
-        """A step without any part yet. `arrivals` were fetched before."""
-        self.transfers.most_held = max(self.transfers.num_buffers, len(arrivals))
-        snapshot = GroupSnapshot(self.optimizer.param_groups)
-        return StepRun(self.optimizer.state, snapshot, call, arrivals=arrivals)
+    def begin(self, call: Callable[[], Any]) -> StepRun:
+        """A step without any part yet."""
+        self.transfers.most_held = max(self.transfers.num_buffers, len(self.transfers.arrivals))
+        return StepRun(self.optimizer.state, GroupSnapshot(self.optimizer.param_groups), call)
 
     def add_all(self, run: StepRun) -> None:
         """Parts for all parameters that have a gradient now."""
@@ -89,7 +87,7 @@ class Stepper:
 
     def tear(self, run: StepRun, error: RuntimeError) -> None:
         """A step that cannot be done to the bits of plain any more: only a checkpoint mends it."""
-        self.give_up(run)
+        self.transfers.give_up()
         run.is_tainted = True
         self.torn, run.error = run, error
 
@@ -119,10 +117,9 @@ class Stepper:
 
     def _end(self, run: StepRun) -> None:
         """All parts have stepped."""
-        self.give_up(run)
+        self.transfers.give_up()
         run.snapshot.commit()
         self.transfers.retire_all()
-        self.transfers.forget_complete()
 
     def _step_part(self, run: StepRun, number: int) -> None:
         """Step one part; where it stops, say so and keep what can be kept."""
@@ -186,7 +183,7 @@ class Stepper:
         while True:
             try:
                 for chunk in run.parts[number].chunks():
-                    self._start(run, chunk)
+                    self.transfers.fetch(chunk)
                 break
             except torch.OutOfMemoryError:
                 if not self._halve(run, number):
@@ -196,10 +193,9 @@ class Stepper:
             following = run.todo.index(number) + 1
             behind = run.parts[run.todo[following]] if following < len(run.todo) else None
         for chunk in behind.chunks() if behind is not None else ():
-            self.fetch_ahead(run, chunk)  # without memory now, it is fetched once this part's is free
+            self.transfers.fetch_ahead(chunk)  # without memory now, it is fetched once this part's is free
         for chunk in run.parts[number].chunks():
-            arrival = run.arrivals.pop(id(chunk), None)
-            buffers.append(self.transfers.arrive(arrival) if arrival is not None else None)
+            buffers.append(self.transfers.arrive(chunk))
 
     def _halve(self, run: StepRun, number: int) -> bool:
         """Cut the bucket of a part for which there is no memory in two, which step one after the other."""
@@ -209,7 +205,7 @@ class Stepper:
         if len(part.buckets) != 1 or len(part.buckets[0].parameters) < 2:
             return False
         bucket = part.buckets[0]
-        self._warn_of_halving(run, bucket.nbytes)
+        self._warn_of_halving(bucket.nbytes)
         self.store.adopt(bucket.parameters, anywhere=True, apart=set(bucket.parameters[: len(bucket.parameters) // 2]))
         number_of = {p: group for group, parameters in part.chosen for p in parameters}
         halves = [
@@ -227,11 +223,11 @@ class Stepper:
         part, nbytes = run.parts[number], sum(chunk.nbytes for chunk in run.parts[number].chunks())
         if not stretch.cut.halve():
             return False
-        self._warn_of_halving(run, nbytes)
+        self._warn_of_halving(nbytes)
         run.parts[number] = one_by_one(part.chosen[0][0], stretch.cut.stretches(stretch.start))
         return True
 
-    def _warn_of_halving(self, run: StepRun, nbytes: int) -> None:
+    def _warn_of_halving(self, nbytes: int) -> None:
         """Say that a bucket is cut in two, and have nothing under way meanwhile."""
         warnings.warn(
             f"lowtide: no memory on {self.store.device} for {nbytes} bytes of optimizer state at a time; this "
@@ -239,17 +235,8 @@ class Stepper:
             RuntimeWarning,
             stacklevel=2,
         )
-        self.give_up(run)
+        self.transfers.give_up()
         self.transfers.settle()
-
-    def _start(self, run: StepRun, chunk: StateChunk) -> None:
-        if chunk.bucket.resident is None and id(chunk) not in run.arrivals:
-            run.arrivals[id(chunk)] = self.transfers.fetch(chunk)
-
-    def fetch_ahead(self, run: StepRun, chunk: StateChunk) -> None:
-        """Start a bucket's way to the device before its part's turn, if there is memory."""
-        with contextlib.suppress(torch.OutOfMemoryError):
-            self._start(run, chunk)
 
     def _stop(self, run: StepRun, part: StepPart, buffers: list[Buffer | None]) -> None:
         """Show the state again as it was before this part, and let go of what was fetched."""
@@ -261,13 +248,7 @@ class Stepper:
                 self.transfers.drop(buffer)
                 if part.stretch is None:
                     chunk.bucket.bind_host(self.optimizer.state)
-        self.give_up(run)
-
-    def give_up(self, run: StepRun) -> None:
-        """Let go of buckets that were fetched and not used."""
-        for arrival in run.arrivals.values():
-            self.transfers.give_up(arrival)
-        run.arrivals.clear()
+        self.transfers.give_up()
 
     def _put_away(self, part: StepPart, whole: list[tuple[torch.UntypedStorage, list[torch.Tensor]]]) -> None:
         """Send the buckets back, and give what the optimizer made anew a bucket."""

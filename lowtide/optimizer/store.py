@@ -333,6 +333,7 @@ class StateStore:
 
         Where memory runs out, the buckets that are left are whole: call it again, or step on.
         """
+        self.transfers.give_up()
         self.transfers.settle()
         while self.unfinished:
             self.transfers.free(self.unfinished.pop())

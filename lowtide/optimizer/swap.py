@@ -154,7 +154,6 @@ class OptimizerSwap:
         self._shown = ShownState(
             optimizer,
             self._store,
-            before_read=self._drop_fetched,
             refuse=self._refuse,
             after_load=self._after_load,
         )
@@ -199,12 +198,7 @@ class OptimizerSwap:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._drop_fetched()
         self._store.bring_back()
-
-    def _drop_fetched(self) -> None:
-        if self._prefetch is not None:
-            self._prefetch.give_up()
 
     @property
     def has_begun(self) -> bool:
@@ -225,9 +219,6 @@ class OptimizerSwap:
             return
         self.flush()
         optimizer = self.optimizer
-        if self._in_backward is not None:
-            self._in_backward.let_go()
-        self._drop_fetched()
         self._store.bring_back()
         # From here on nothing runs out of memory; before, all is in force and can be called again.
         if self._in_backward is not None:
@@ -235,7 +226,6 @@ class OptimizerSwap:
         if self._prefetch is not None:
             self._prefetch.remove()
             self._prefetch = None
-        self._store.transfers.close()
         self._stepper.torn = None
         for hook in self._hooks:
             hook.remove()
@@ -277,8 +267,8 @@ class OptimizerSwap:
                 "and replace it after optimizer.step()"
             )
         self._shown.take_over()
-        closure, args, kwargs = self._closure_in(args, kwargs)
-        loss = None
+        given = inspect.signature(self._bare_step).bind(self.optimizer, *args, **kwargs)
+        closure, loss = given.arguments.pop("closure", None), None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -289,7 +279,7 @@ class OptimizerSwap:
         run = self._taken_from_backward()
         if run is None:
             run = self._begin()
-        run.call = functools.partial(self._bare_step, self.optimizer, *args, **kwargs)
+        run.call = functools.partial(self._bare_step, *given.args, **given.kwargs)
         with self._shown.stepping():
             self._stepper.add_all(run)
         self._stepper.advance(run)
@@ -318,16 +308,9 @@ class OptimizerSwap:
         with self._shown.stepping():
             self._stepper.check()
             call = functools.partial(self._bare_step, self.optimizer)
-            return self._stepper.begin(call, {} if self._prefetch is None else self._prefetch.take())
-
-    def _closure_in(
-        self, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Callable[[], Any] | None, tuple, dict[str, Any]]:
-        if "closure" not in inspect.signature(self._bare_step).parameters:
-            return None, args, kwargs
-        if args:
-            return args[0], args[1:], kwargs
-        return kwargs.get("closure"), args, {key: value for key, value in kwargs.items() if key != "closure"}
+            if self._prefetch is not None:
+                self._prefetch.begin_step()
+            return self._stepper.begin(call)
 
     def resume(self) -> Any:
         """Go on with a step that stopped with `PartialStepError`, from the part that failed, with the same gradients.

@@ -8,6 +8,7 @@ The rules:
 - a buffer is released only after the compute lane was told to wait for its copy out, and after that copy is known not
   to have failed;
 - a slot is given back only when no copy from or to it is unfinished.
+What is on its way to the device stands in `arrivals`, whoever has asked for it: a step, or a backward pass before it.
 Nothing waits for the whole device. At most `num_buffers` buckets are on the device: one that is computed with, one
 that arrives, one that leaves.
 
@@ -19,28 +20,18 @@ Cost: about 30 us of Python a bucket. Not covered: what to fetch and when (step.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import torch
 
-from lowtide.engines.base import Engine, Event, Lane, Slot
+from lowtide.engines.base import Engine, Event, Lane
 from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk
 
 NUM_BUFFERS = 3
 _POLL_SECONDS = 1e-4
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """A chunk on its way to the device."""
-
-    chunk: StateChunk
-    buffer: Buffer
-    events: list[Event]
-    """One behind each copy."""
 
 
 class Transfers:
@@ -70,11 +61,13 @@ class Transfers:
         """Buckets that may be on the device at a time; more where some were fetched into memory that was free."""
         self.in_place = in_place
         """Whether kernels read and write the slots themselves."""
+        self.arrivals: dict[StateChunk, tuple[Buffer, list[Event]]] = {}
+        """Chunks on their way to the device, and an event behind each copy."""
         self._on_lost = on_lost
         self._leaving: deque[tuple[StateChunk, Buffer, list[Event]]] = deque()
         self._num_held = 0
-        self._unsettled: list[Event] = []
-        self._to_free: list[tuple[Slot, tuple[Event, ...]]] = []
+        self._unsettled: Event | None = None
+        """Behind all that was sent and not waited for."""
 
     def buffer_for(self, chunk: StateChunk) -> Buffer:
         """Device memory for a chunk, once there is room for one more; in place, that of its slots."""
@@ -115,21 +108,26 @@ class Transfers:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, chunk: StateChunk) -> Arrival:
-        """Start the copy of a chunk's bytes to the device."""
+    def fetch(self, chunk: StateChunk) -> None:
+        """Start the copy of a chunk's bytes to the device, unless it never left or is on its way."""
         engine = self.engine
         if any(leaving.overlaps(chunk) for leaving, _, _ in self._leaving):
-            self.retire_all()
-        buffer = self.buffer_for(chunk)
-        if self.in_place:
-            return Arrival(chunk, buffer, [])
-        engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
-        events = []
-        for slot, storage in zip(chunk.slots, buffer, strict=True):
-            engine.copy_in(slot, storage)
-            events.append(engine.record(Lane.IN))
-        self.fetched_bytes += chunk.nbytes
-        return Arrival(chunk, buffer, events)
+            self.retire_all()  # which may find that it could not be written, and stays
+        if chunk.bucket.resident is not None or chunk in self.arrivals:
+            return
+        buffer, events = self.buffer_for(chunk), []
+        if not self.in_place:
+            engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
+            for slot, storage in zip(chunk.slots, buffer, strict=True):
+                engine.copy_in(slot, storage)
+                events.append(engine.record(Lane.IN))
+            self.fetched_bytes += chunk.nbytes
+        self.arrivals[chunk] = buffer, events
+
+    def fetch_ahead(self, chunk: StateChunk) -> None:
+        """Start a chunk's way to the device before its turn, if there is memory."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self.fetch(chunk)
 
     def gather(self, bucket: StateBucket) -> torch.UntypedStorage:
         """All of a bucket's bytes on the device, behind what was sent. Blocks; for when something went wrong."""
@@ -145,23 +143,27 @@ class Transfers:
             raise error
         return storage
 
-    def arrive(self, arrival: Arrival) -> Buffer:
-        """The bucket, for what compute does from now on. Raises what went wrong in the copy."""
-        if self.in_place:
-            return arrival.buffer
-        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
-        error = self._failure(arrival.events)
+    def arrive(self, chunk: StateChunk) -> Buffer | None:
+        """A chunk that was fetched, for what compute does from now on; None for one that never left. Raises what went
+        wrong in the copy."""
+        if chunk not in self.arrivals:
+            return None
+        buffer, events = self.arrivals.pop(chunk)
+        if events:
+            self.stall_seconds += self.engine.wait(Lane.COMPUTE, events[-1])
+        error = self._failure(events)
         if error is not None:
-            self.drop(arrival.buffer)
+            self.drop(buffer)
             raise error
-        return arrival.buffer
+        return buffer
 
-    def give_up(self, arrival: Arrival) -> None:
-        """Forget a fetched bucket that nobody used; its slot has the same bytes."""
-        if self.in_place:
-            return
-        self.stall_seconds += self.engine.wait(Lane.COMPUTE, arrival.events[-1])
-        self.drop(arrival.buffer)
+    def give_up(self, chunks: Iterable[StateChunk] | None = None) -> None:
+        """Forget these chunks (None: all) that were fetched and not used; their slots have the same bytes."""
+        for chunk in tuple(self.arrivals if chunks is None else chunks):
+            buffer, events = self.arrivals.pop(chunk)
+            if events:
+                self.stall_seconds += self.engine.wait(Lane.COMPUTE, events[-1])
+            self.drop(buffer)
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class Transfers:
         """Start the copy of a chunk to its slots, and take over the bucket."""
         engine = self.engine
         if self.in_place:
-            self._unsettled.append(engine.record(Lane.COMPUTE))
+            self._unsettled = engine.record(Lane.COMPUTE)
             return
         events = []
         for slot, storage in zip(chunk.slots, buffer, strict=True):
@@ -178,7 +180,7 @@ class Transfers:
             events.append(engine.record(Lane.OUT))
         self.sent_bytes += chunk.nbytes
         self._leaving.append((chunk, buffer, events))
-        self._unsettled.append(events[-1])
+        self._unsettled = events[-1]
 
     def retire_all(self) -> None:
         """Release all buckets that leave: compute waits for their copies."""
@@ -199,45 +201,21 @@ class Transfers:
 
     # -- what the host sees --------------------------------------------------------------------------------------------
 
-    @property
-    def is_settled(self) -> bool:
-        return not self._unsettled
-
     def settle(self) -> None:
         """Block the caller until main memory and files have what was sent."""
         self.retire_all()
-        for event in self._unsettled:
-            while not self.engine.query(event):
-                time.sleep(_POLL_SECONDS)
-        self._unsettled.clear()
-        self._free_what_can_be()
-
-    def forget_complete(self) -> None:
-        """Let go of what is complete by now, without blocking."""
-        self._unsettled = [event for event in self._unsettled if not self.engine.query(event)]
-        self._free_what_can_be()
+        if self._unsettled is not None:
+            self._block(self._unsettled)
+            self._unsettled = None
 
     def free(self, bucket: StateBucket) -> None:
-        """Give a bucket's slot back, as soon as no copy from or to it is unfinished."""
-        lanes = (Lane.COMPUTE,) if self.in_place else (Lane.IN, Lane.OUT)
-        self._to_free.append((bucket.slot, tuple(map(self.engine.record, lanes))))
-        self._free_what_can_be()
+        """Give a bucket's slot back, once no copy from or to it is unfinished."""
+        for lane in (Lane.COMPUTE,) if self.in_place else (Lane.IN, Lane.OUT):
+            event = self.engine.record(lane)
+            self.engine.wait(Lane.COMPUTE, event)
+            self._block(event)
+        self.engine.free(bucket.slot)
 
-    def _free_what_can_be(self) -> None:
-        waiting = []
-        for slot, events in self._to_free:
-            if all(self.engine.query(event) for event in events):
-                self.engine.free(slot)
-            else:
-                waiting.append((slot, events))
-        self._to_free = waiting
-
-    def close(self) -> None:
-        """Settle, and give back every slot that is due."""
-        self.settle()
-        for _, events in self._to_free:
-            for event in events:
-                self.engine.wait(Lane.COMPUTE, event)
-                while not self.engine.query(event):
-                    time.sleep(_POLL_SECONDS)
-        self._free_what_can_be()
+    def _block(self, event: Event) -> None:
+        while not self.engine.query(event):
+            time.sleep(_POLL_SECONDS)

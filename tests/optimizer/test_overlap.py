@@ -80,7 +80,7 @@ def _train(
             each(optimizer, step)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if handle and handle._prefetch:
-            fetched.append(len(handle._prefetch._arrivals))
+            fetched.append(len(handle._store.transfers.arrivals))
         optimizer.step()
         optimizer.zero_grad()
     result = result_of(list(model.parameters()), optimizer)
