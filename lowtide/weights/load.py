@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,9 @@ import torch
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.units import format_bytes
+from lowtide.tensors.view import Shape, nan_in_place_of
 
-logger = logging.getLogger("lowtide")
 _INDEX = "model.safetensors.index.json"
-_SECONDS_BETWEEN_LINES = 5.0
 _MOST_NAMED = 3
 
 
@@ -74,24 +70,18 @@ class Incoming:
                 "folder= fills a model that was built on 'meta'" if folder is not None else "device= takes one on 'cpu'"
             )
             raise ConfigError(f"{call}: {type(model).__name__} has parameters on {where}; {way}")
-        self._file_of = {} if self._folder is None else _files_in(call, self._folder)
+        self._place_of = {} if self._folder is None else _tensors_in(call, self._folder)
         self._left = [t for t in self._names if isinstance(t, nn.Parameter) or t.is_meta or t.device != self.device]
         """Parameters, then buffers, whose bytes are not on the device."""
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         """What was in the place of each parameter that shows NaN now."""
         self._check()
-        self._total_bytes = sum(tensor.nbytes for tensor in self._left)
-        self._taken_bytes = 0
-        self._said = time.monotonic()
 
     def promise(self) -> None:
         """All parameters are on the device from now on, and show NaN."""
         for tensor in self._left:
             if isinstance(tensor, nn.Parameter):
-                kind = tensor.dtype
-                number = float("nan") if kind.is_floating_point or kind.is_complex else -1
-                shown = torch.full((), number, dtype=kind, device=self.device).expand(tensor.size())
-                self._before[tensor] = _exchange(tensor, shown)
+                self._before[tensor] = _exchange(tensor, nan_in_place_of(Shape.of(tensor), self.device))
 
     def take(self, tensor: torch.Tensor) -> None:
         """Give a parameter or buffer its bytes on the device."""
@@ -101,10 +91,6 @@ class Incoming:
             memory = torch.empty_strided(own.size(), own.stride(), dtype=own.dtype, device=self.device).copy_(value)
         _exchange(tensor, memory)
         self._left = [other for other in self._left if other is not tensor]
-        self._taken_bytes += tensor.nbytes
-        if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
-            logger.info("%s: %s of %s", self.call, format_bytes(self._taken_bytes), format_bytes(self._total_bytes))
 
     def take_rest(self) -> None:
         """Take all that is left, buffers too."""
@@ -132,26 +118,24 @@ class Incoming:
         if missing:
             raise ConfigError(
                 f"{self.call}: {self._folder} has no tensor {_some(self._names[tensor][0] for tensor in missing)}; its "
-                f"names begin with {_some(sorted(self._file_of))}"
+                f"names begin with {_some(sorted(self._place_of))}"
             )
         for tensor in self._left:
             name = self._name_in_folder(tensor) if tensor.is_meta else None
-            if name is not None:
-                with _opened(self._file_of[name]) as file:
-                    shape = tuple(file.get_slice(name).get_shape())
-                if shape != tuple(tensor.size()):
-                    raise ConfigError(
-                        f"{self.call}: '{name}' is {shape} in {self._file_of[name]}, and {tuple(tensor.size())} in the "
-                        "model; give the folder of this model's checkpoint"
-                    )
+            file, shape = (None, tensor.size()) if name is None else self._place_of[name]
+            if shape != tensor.size():
+                raise ConfigError(
+                    f"{self.call}: '{name}' is {tuple(shape)} in {file}, and {tuple(tensor.size())} in the model; give "
+                    "the folder of this model's checkpoint"
+                )
 
     def _name_in_folder(self, tensor: torch.Tensor) -> str | None:
-        return next((name for name in self._names[tensor] if name in self._file_of), None)
+        return next((name for name in self._names[tensor] if name in self._place_of), None)
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
         name = self._name_in_folder(tensor)
         assert name is not None
-        with _opened(self._file_of[name]) as file:
+        with _opened(self._place_of[name][0]) as file:
             return file.get_tensor(name)
 
 
@@ -189,27 +173,28 @@ def _device(call: str, device: Any) -> torch.device:
     return found
 
 
-def _files_in(call: str, folder: Path) -> dict[str, Path]:
-    """The file of each tensor in a folder. Raises ConfigError for a folder without any, or with a part missing."""
-    index = folder / _INDEX
+def _tensors_in(call: str, folder: Path) -> dict[str, tuple[Path, torch.Size]]:
+    """The file and the size of each tensor in a folder. Raises ConfigError for a folder without any, or with a part
+    missing."""
+    index, files = folder / _INDEX, {*folder.glob("*.safetensors")}
     if index.is_file():
         try:
-            file_of = {str(name): folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            files = {folder / file for file in json.loads(index.read_text())["weight_map"].values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{call}: {index} is no index of safetensors ({type(error).__name__}: {error})"
             ) from error
-        lost = sorted({str(file) for file in file_of.values() if not file.is_file()})
+        lost = sorted(str(file) for file in files if not file.is_file())
         if lost:
             raise ConfigError(f"{call}: {index} names {_some(lost)}, which is not there; download it again")
-        return file_of
-    file_of = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    place_of: dict[str, tuple[Path, torch.Size]] = {}
+    for path in sorted(files):
         with _opened(path) as file:
-            file_of.update(dict.fromkeys(file.keys(), path))
-    if not file_of:
+            names = file.keys()
+            place_of |= {name: (path, torch.Size(file.get_slice(name).get_shape())) for name in names}
+    if not place_of:
         raise ConfigError(f"{call}: {folder} has no safetensors files with tensors; give the folder of a checkpoint")
-    return file_of
+    return place_of
 
 
 def _opened(path: Path) -> contextlib.AbstractContextManager[Any]:

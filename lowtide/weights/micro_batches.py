@@ -13,13 +13,12 @@ graphs in which that is not so: where a tensor or a weight is used by two pieces
 forward.
 
 Forward (`Forwards`): each micro-batch's runs on a thread of its own that is as the caller's, and exactly one runs at a
-time (pipeline/overlap.py has the baton). It changes hands at the entry of each layer, so what happens happens in one
-order, in every run. Why the bits are plain's: a forward that leaves nothing for another one gives the same whenever it
-runs. That is looked at, not believed: the last micro-batch of the first step runs under a look at all that its code
-reaches (tensors/snapshot.py), at each entry of a layer. If something has moved (random numbers, statistics, counters, a
-mask that is set for a while, a number that a layer leaves for the end, settings of torch, what only the caller's thread
-has), forwards stay in order, each layer is fetched for each of them, and a line says why. From then on modules, random
-generators and settings are looked at, at each entry; what moves then is refused by name before any gradient is there.
+time (pipeline/overlap.py has the baton). It changes hands at the entry of each layer, so that every run has one order.
+Why the bits are plain's: a forward that leaves nothing for another one gives the same whenever it runs. That is looked
+at, not believed: the last micro-batch of the first step runs under a look at all that its code reaches
+(tensors/snapshot.py), at each entry of a layer. If something has moved, forwards stay in order, each layer is fetched
+for each of them, and a line says why. From then on modules, random generators and settings are looked at, at each
+entry; what moves then is refused by name before any gradient is there.
 
 Cost: what the layers of all micro-batches saved is there at a time, whichever way the forwards go; with layers under
 torch's checkpoint these are the inputs of the layers. Python: about 1 us a node of the graph, for the check; 0.1 ms a

@@ -14,16 +14,11 @@ The truth is where `.data` points. An interrupt between any two lines leaves a t
 new place only after all of the bytes are there, and to the old one until then. What somebody else has put there (a
 `.data` that was assigned, a fresh gradient) is taken in as it is.
 
-The rules of order, as in optimizer/transfers.py:
-- a copy in waits for the compute lane that freed its buffer's memory, and through it for the last copy out of its slot;
-- compute waits for the copy in before `.data` is set;
-- a copy out waits for the compute lane that wrote the bytes;
-- a buffer is dropped only after compute was told to wait for its copy out, the copy is known to be complete and not to
-  have failed, and the tensor was not written to meanwhile.
+The rules of order are those of optimizer/transfers.py. Beside them: compute waits for the copy in before `.data` is
+set; a buffer is dropped only after its copy out is complete, and the tensor was not written to meanwhile.
 
 What was written to is known by its version. Writes through `.data` move no version: a sum of all bytes tells them
-before a tensor goes, and one that is written so is sent back from then on always. What is written to in its slot while
-it is on its way to the device is fetched again.
+before a tensor goes. What is written to in its slot while it is on its way to the device is fetched again.
 
 Memory that somebody else holds too (a view, `.data` or an array that was kept) is not parted from it: the item stays
 where that is, with a warning, until the other lets go; in its slot, too, from which a CPU computes. A slot whose bytes
@@ -61,12 +56,12 @@ from lowtide.tensors.private import (
     storage_uses,
     version_of,
 )
-from lowtide.tensors.view import Shape, byte_view
+from lowtide.tensors.view import Shape, byte_view, nan_in_place_of
 
 _POLL_SECONDS = 1e-4
-FORWARD = "forward"
+FORWARD, UPDATE = "forward", "update"
 Use = tuple[str, str]
-"""What items are needed for (`FORWARD`, or a part of the rest of a step), and of what."""
+"""What items are needed for (`FORWARD`, `UPDATE`, or a part of the rest of a step), and of what."""
 _MOST_AHEAD = 8
 
 
@@ -96,7 +91,6 @@ class Movable:
     """It is dropped once it has left."""
     total: torch.Tensor | None = None
     """The sum of its bytes when they arrived."""
-    is_always_sent: bool = False
 
     def __post_init__(self) -> None:
         self.nbytes = self.parameter.nbytes
@@ -120,7 +114,7 @@ class Movable:
     def is_clean(self) -> bool:
         """Whether the slot has the same bytes."""
         tensor = self.tensor
-        return tensor is not None and self.version == version_of(tensor) and not self.is_always_sent
+        return tensor is not None and self.version == version_of(tensor)
 
 
 def _shows(tensor: torch.Tensor | None, storage: torch.UntypedStorage | None) -> bool:
@@ -160,9 +154,6 @@ class UseOrder:
         """Gradients that compute is about to make: room is left for them."""
         self.gathers = False
         """Several micro-batches share the stay of a layer: gradients stay until the last one has added to them."""
-        self.updates: set[Use] = set()
-        """Uses that no other kind of use fetches ahead: what runs before them (clipping, code of the user between
-        backward and step) may write to what is away, and through `.data` without a version."""
         self._uses: dict[Use, tuple[Movable, ...]] = {}
         self._next: dict[Use, Use] = {}
         self._distance: dict[Movable, int] = {}
@@ -191,11 +182,11 @@ class UseOrder:
             following = self._next.get(following)
 
     def ahead(self, key: Use) -> Iterator[tuple[Movable, ...]]:
-        """What the uses after this one need, as far as it may be fetched now. Before others the loop's own code runs.
-        What it writes through `.data` no version counts, and it would write to the slot of what is on its way."""
+        """What the uses after this one need, as far as it may be fetched now. Before others the loop's own code runs
+        (clipping before an update). What it writes through `.data` no version counts, and it would write to the slot of
+        what is on its way."""
         for coming in self._coming(key):
-            is_after_code = (key[0] == FORWARD) != (coming[0] == FORWARD)
-            if is_after_code or (coming in self.updates and key not in self.updates):
+            if (key[0] == FORWARD) != (coming[0] == FORWARD) or (coming[0] == UPDATE and key[0] != UPDATE):
                 return
             yield self._uses[coming]
 
@@ -246,8 +237,7 @@ class WeightMoves:
             start = int(view.storage_offset())
             self.hosts[item] = item.away = item.shape.over(view.untyped_storage()[start : start + item.nbytes])
             if self.device.type != "cpu":
-                nan = float("nan") if item.shape.dtype.is_floating_point or item.shape.dtype.is_complex else -1
-                item.away = torch.full((), nan, dtype=item.shape.dtype, device=self.device).expand(item.shape.size)
+                item.away = nan_in_place_of(item.shape, self.device)
             self.items[storage_key(item.away.untyped_storage())] = item
 
     def take_in(self, item: Movable) -> bool:
@@ -355,11 +345,9 @@ class WeightMoves:
     # -- uses ----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def using(self, key: Use, items: Iterable[Movable], *, is_update: bool = False) -> Iterator[None]:
-        """`use`, and these items stay until its end. `is_update`: of an optimizer."""
+    def using(self, key: Use, items: Iterable[Movable]) -> Iterator[None]:
+        """`use`, and these items stay until its end."""
         needed = tuple(items)
-        if is_update:
-            self.order.updates.add(key)
         self.order.open.append(needed)
         try:
             self.use(key, needed)
@@ -521,18 +509,10 @@ class WeightMoves:
         """Send the item away: at once if the slot has its bytes, else once they are there."""
         if item.leaving is not None:
             item.should_go = True
-        elif item.is_here and self._is_unwritten(item):
+        elif item.is_here and item.is_clean and self._has_same_sum(item):
             self._drop(item)
         elif self.send(item):
             item.should_go = True
-
-    def _is_unwritten(self, item: Movable) -> bool:
-        if not item.is_clean:
-            return False
-        if self._has_same_sum(item):
-            return True
-        item.is_always_sent = True  # somebody writes to it through .data
-        return False
 
     def _has_same_sum(self, item: Movable) -> bool:
         """Whether the buffer has what the slot has, also if somebody wrote to it through `.data`."""
@@ -580,8 +560,6 @@ class WeightMoves:
                 if not is_blocking and not self.engine.query(item.leaving[0]):
                     return
                 self._wait_out(item)
-                if self._leaving and self._leaving[0] is item:
-                    self._leaving.popleft()
 
     def _wait_out(self, item: Movable) -> None:
         """The item's copy out, if there is one, to its end."""

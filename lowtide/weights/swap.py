@@ -15,10 +15,7 @@ holds no weight on the device. A copy changes no bit, and the optimizer's own st
 
 Cost: weights cross the link twice a step inwards and once back, moments once each way, gradients, with `update="step"`,
 once each way. Of M micro-batches each brings weights and gradients anew, unless `step` has them all
-(micro_batches.py). Python: about 60 us for each tensor and direction.
-Refused by name: several ranks, FSDP2, DDP, compiled modules, a model under a plan (put the plan on after this). Staying
-on the device: parameters below `min_bytes`, those of modules around the layers, and those that share memory with
-others. On an accelerator a weight that is read outside of its layer's turn is NaN: use `handle.here()`.
+(micro_batches.py). Python: about 60 us for each tensor and direction. Not covered: see docs/weights.md.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ from lowtide.units import MIB, format_bytes, parse_bytes
 from lowtide.weights.load import Incoming
 from lowtide.weights.micro_batches import Forwards, MicroBatch, check_unwritten, run_backward
 from lowtide.weights.micro_batches import check as check_pieces
-from lowtide.weights.moves import FORWARD, Movable, WeightMoves, WeightStats, quiet
+from lowtide.weights.moves import FORWARD, UPDATE, Movable, WeightMoves, WeightStats, quiet
 
 UPDATES = ("step", "in_backward")
 _CALL = "lowtide.swap_weights"
@@ -686,7 +683,7 @@ class WeightSwap:
         if not items:
             yield
             return
-        with self._moves.using(("update", items[0].name), items, is_update=True):
+        with self._moves.using((UPDATE, items[0].name), items):
             yield
         for item in weights:
             if not item.is_clean and item not in self._moves.order.staying:

@@ -302,6 +302,21 @@ def test_a_weight_that_somebody_keeps_stays_and_leaves_when_he_lets_go() -> None
     handle.remove()
 
 
+def test_what_is_written_past_its_version_on_its_way_out_goes_all_the_same() -> None:
+    """It is sent once more, and leaves when that copy is complete."""
+    model, optimizer, *_ = two()
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine=VirtualEngine(1)) as handle:
+        moves, weight = handle._moves, model.layers[1].up.weight
+        moves.bring([handle.weights[weight]])
+        weight.detach().add_(1)
+        moves.leave(handle.weights[weight])
+        expected = weight.data.mul_(0.5).clone()
+        moves.retire(True)
+        assert handle.weights[weight].is_away
+        assert moves.here_bytes == 0
+        assert torch.equal(weight, expected)
+
+
 @pytest.mark.filterwarnings("ignore:lowtide. .* stays on the .* somebody has kept:RuntimeWarning")
 @pytest.mark.parametrize("update", ["step", "in_backward"])
 @pytest.mark.parametrize("when", ["after the forward", "after the backward", "after remove"])
