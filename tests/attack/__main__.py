@@ -3,6 +3,7 @@
 python -m tests.attack                          2,000 draws; a summary; status 1 if anything is wrong
 python -m tests.attack --start 2000 --draws 500 --json found.json
 python -m tests.attack --rows --draws 300       draws of declared sums alone: layers, head and loss in blocks of rows
+python -m tests.attack --weights --draws 300    draws whose weights come and go alone
 python -m tests.attack --seed 17                one draw, with its verdict; --shrink makes it as small as it can
 python -m tests.attack --draw '{"seed":...}'    a draw that was printed
 python -m tests.attack --class NAME --draws 20  draws for a class of faults that was found once (all: for each)
@@ -58,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=2000, help="how many draws (2000)")
     parser.add_argument("--start", type=int, default=0, help="the first seed (0)")
-    parser.add_argument("--rows", action="store_true", help="only draws with layers, head and loss in blocks of rows")
+    for kind, text in (("rows", "layers, head and loss in blocks of rows"), ("weights", "weights that come and go")):
+        parser.add_argument(f"--{kind}", dest="only", action="store_const", const=kind, help=f"only draws with {text}")
     parser.add_argument("--jobs", type=int, default=1, help="how many processes (1)")
     parser.add_argument("--json", type=Path, help="write the result to this file as well")
     parser.add_argument("--seed", type=int, help="judge this one draw")
@@ -68,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--class", dest="fault", choices=[*CLASSES, "all"], help="draws for this class of faults")
     parser.add_argument("--operators", action="store_true", help="the sweep over torch's operators")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.set_defaults(only="")
     return parser
 
 
@@ -79,7 +82,7 @@ def _read(text: str) -> Draw:
 
 
 def _many(given: argparse.Namespace) -> int:
-    tally = drive.Tally(given.start, given.draws, only_rows=given.rows)
+    tally = drive.Tally(given.start, given.draws, only=given.only)
     is_terminal = sys.stderr.isatty()
 
     def say(draw: Draw, verdict: Verdict) -> None:
@@ -102,7 +105,8 @@ def _many(given: argparse.Namespace) -> int:
     print(f"\n{tally.table()}\n")
     print(f"{len(tally.found)} draws in {tally.seconds:.0f} s, seeds from {tally.first}; {len(tally.wrong)} wrong")
     if status:
-        print(f"interrupted; go on with: python -m tests.attack {'--rows ' * given.rows}--start {tally.next_seed}")
+        only = f"--{given.only} " if given.only else ""
+        print(f"interrupted; go on with: python -m tests.attack {only}--start {tally.next_seed}")
     if given.json is not None:
         given.json.write_text(json.dumps(tally.to_json(), indent=1) + "\n")
     return status or (1 if tally.wrong else 0)

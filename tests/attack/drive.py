@@ -24,6 +24,14 @@ _PER_PROCESS = 200
 _SECONDS_A_DRAW = 120
 
 
+KINDS_OF_DRAWS: dict[str, Callable[[Draw], bool]] = {
+    "": lambda draw: True,
+    "rows": lambda draw: bool(draw.rows),
+    "weights": lambda draw: draw.state.startswith("weights"),
+}
+"""Draws with declared sums, and those whose weights come and go."""
+
+
 @dataclass
 class Tally:
     """What came of the draws so far."""
@@ -32,8 +40,8 @@ class Tally:
     asked: int
     found: dict[int, tuple[Draw, Verdict]] = field(default_factory=dict)
     seconds: float = 0.0
-    only_rows: bool = False
-    """Only draws with declared sums (`Draw.rows`); the seeds of others are passed over."""
+    only: str = ""
+    """Only draws of one kind of `KINDS_OF_DRAWS`; the seeds of others are passed over."""
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.found[seed] = (drawn_from(seed), verdict)
@@ -45,7 +53,8 @@ class Tally:
 
     def seeds(self) -> Iterator[int]:
         """Those that may be asked for, without an end."""
-        return (seed for seed in itertools.count(self.first) if not self.only_rows or drawn_from(seed).rows)
+        is_wanted = KINDS_OF_DRAWS[self.only]
+        return (seed for seed in itertools.count(self.first) if is_wanted(drawn_from(seed)))
 
     @property
     def next_seed(self) -> int:

@@ -207,10 +207,11 @@ def test_an_interrupted_run_says_where_to_go_on_and_leaves_no_process(tmp_path: 
         assert not Path(f"/proc/{worker}").exists()
 
 
-def test_a_run_of_declared_sums_has_no_other_draws_and_goes_on_after_the_last() -> None:
-    tally = drive.Tally(0, 3, only_rows=True)
+@pytest.mark.parametrize("kind", ["rows", "weights"])
+def test_a_run_of_one_kind_has_no_other_draws_and_goes_on_after_the_last(kind: str) -> None:
+    tally = drive.Tally(0, 3, only=kind)
     first = list(itertools.islice(tally.seeds(), 4))
-    assert first == [seed for seed in range(first[-1] + 1) if drawn_from(seed).rows]
+    assert first == [seed for seed in range(first[-1] + 1) if drive.KINDS_OF_DRAWS[kind](drawn_from(seed))]
     for seed in first[:3]:
         tally.add(seed, Verdict("equal"))
     assert tally.next_seed == first[3]
