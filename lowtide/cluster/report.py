@@ -14,7 +14,7 @@ from typing import Any
 from lowtide.cluster.layout import Question
 from lowtide.cluster.rank import PlannedRank
 from lowtide.cluster.search import GRADIENT_BYTES, MASTER_BYTES, WEIGHT_BYTES, ClusterPlan, LayoutPlan
-from lowtide.cluster.step import StepParts
+from lowtide.cluster.step import StepSeconds
 from lowtide.core.text_table import align, percent, wrapped
 from lowtide.units import GIB, format_bytes, format_seconds
 
@@ -28,7 +28,7 @@ _PARTS = {
     "gradients": "gradients and weights between data ranks",
     "optimizer": "optimizer",
 }
-"""Of `StepParts`, in words."""
+"""Of `StepSeconds`, in words."""
 _LOSSES = {
     True: "loss in slices of rows, 4 bytes a logit; 6 where tensor ranks share the words",
     False: "plain loss, 14 bytes a logit; 6 where tensor ranks share the words",
@@ -73,7 +73,7 @@ def document(plan: ClusterPlan) -> dict[str, Any]:
         "num_layouts": plan.num_layouts,
         "num_too_large": plan.num_too_large,
         "num_planned": plan.num_planned,
-        "unplanned_seconds": plan.unplanned_seconds,
+        "unplanned_seconds": plan.bound_seconds,
         "plans": [_plan_document(entry, question) for entry in plan.plans],
         "assumptions": {key: {"value": value, "source": source} for key, value, source in _assumptions(question)},
     }
@@ -133,10 +133,10 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
             f"fastest of {plan.num_layouts:,} layouts: {best.layout} ({plan.num_too_large:,} do not fit, "
             f"{plan.num_planned:,} planned in full, the others are slower by their bounds)"
         )
-        if plan.unplanned_seconds is not None and plan.unplanned_seconds < best.step_seconds:
+        if plan.bound_seconds is not None and plan.bound_seconds < best.step_seconds:
             yield (
                 f"the search ended at its limit: no layout that was not planned takes less than "
-                f"{format_seconds(plan.unplanned_seconds)}"
+                f"{format_seconds(plan.bound_seconds)}"
             )
     each = tokens_per_second(best, question) / question.devices
     yield (
@@ -200,7 +200,7 @@ def _reasons(plan: ClusterPlan) -> Iterator[str]:
         yield f"  {other.layout}: {times}, {_difference(best.parts, other.parts)}"
 
 
-def _difference(best: StepParts, other: StepParts) -> str:
+def _difference(best: StepSeconds, other: StepSeconds) -> str:
     """The parts in which another layout differs most from the best one."""
     changes = {key: getattr(other, key) - getattr(best, key) for key in _PARTS}
     largest = sorted(changes, key=lambda key: -abs(changes[key]))[:3]

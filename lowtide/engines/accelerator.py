@@ -11,7 +11,7 @@ on CUDA; where an event has one state for all, the stream waits for the wrong th
 Streams, exactly:
 - The compute lane is the calling thread's current stream, looked up in each call, before any stream is switched.
 - Several compute streams: what one saves may be sent while another is current, and memory that the one frees goes to
-  the pool of the stream that allocated it, which nobody can be asked for. So once a second one was seen, a recording on
+  the pool of the stream that allocated it, which cannot be asked for. So once a second one was seen, a recording on
   the compute lane is one on each of them, and `wait(COMPUTE, out_event)` blocks the caller until the copy is complete:
   then the source may be reused by anyone. Until then one stream is all there is, and it waits by itself.
 - Memory comes from the allocator's pool of the compute stream (`new_buffer`), so a block freed by Python may be handed
