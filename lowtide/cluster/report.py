@@ -84,7 +84,7 @@ def _plan_document(plan: LayoutPlan, question: Question) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in (*own, "moved_bytes")} | {
         "layout": dataclasses.asdict(plan.layout),
         "tokens_per_second_and_device": tokens_per_second(plan, question) / question.devices,
-        "parts": dataclasses.asdict(plan.parts),
+        "parts": dataclasses.asdict(plan.seconds),
         "gain_over_full_recompute": plan.gain,
         "ranks": [_rank_document(rank) for rank in plan.ranks],
     }
@@ -146,7 +146,7 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
     if best.moved_bytes:
         yield (
             f"optimizer's state: {format_bytes(best.moved_bytes)} of a device are on the host between steps; each step "
-            f"waits {format_seconds(best.parts.optimizer)} for it"
+            f"waits {format_seconds(best.seconds.optimizer)} for it"
         )
     yield (
         f"forwards and backwards gain {percent(best.gain)} over recompute of every layer; no plan of this layout gains "
@@ -155,7 +155,7 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
 
 
 def _time_lines(plan: LayoutPlan) -> Iterator[str]:
-    parts = plan.parts
+    parts = plan.seconds
     width = max(map(len, _PARTS.values()))
     for key, words in _PARTS.items():
         seconds = getattr(parts, key)
@@ -197,7 +197,7 @@ def _reasons(plan: ClusterPlan) -> Iterator[str]:
     for other in plan.plans[1:]:
         slower = other.step_seconds / best.step_seconds - 1
         times = f"{format_seconds(other.step_seconds)} (+{percent(slower)})"
-        yield f"  {other.layout}: {times}, {_difference(best.parts, other.parts)}"
+        yield f"  {other.layout}: {times}, {_difference(best.seconds, other.seconds)}"
 
 
 def _difference(best: StepSeconds, other: StepSeconds) -> str:

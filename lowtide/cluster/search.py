@@ -59,7 +59,7 @@ class LayoutPlan:
     """Of the schedule that is played."""
     num_layers: tuple[int, ...]
     """Of each stage, in the order of the model."""
-    parts: StepSeconds
+    seconds: StepSeconds
     full_recompute_seconds: float
     """Of the forwards and backwards of a step in which every layer runs again, whether or not that fits."""
     ceiling_seconds: float
@@ -72,12 +72,12 @@ class LayoutPlan:
 
     @property
     def step_seconds(self) -> float:
-        return self.parts.total
+        return self.seconds.total
 
     @property
     def pipeline_seconds(self) -> float:
         """Of the forwards and backwards: the step without what follows them."""
-        return self.parts.total - self.parts.gradients - self.parts.optimizer
+        return self.seconds.total - self.seconds.gradients - self.seconds.optimizer
 
     @property
     def gain(self) -> float:
@@ -203,7 +203,7 @@ class Draft:
     tasks: tuple[RankAtWorst, ...]
     layers: Mapping[str, Layer]
     memory: Memory
-    parts: Callable[[Sequence[StageTimes]], StepSeconds]
+    seconds: Callable[[Sequence[StageTimes]], StepSeconds]
     """Of the step, where stages take so long."""
     moved_bytes: int
     least_bytes: int
@@ -272,7 +272,7 @@ class Planner:
             tasks=tuple(tasks),
             layers=layers,
             memory=memory,
-            parts=functools.partial(
+            seconds=functools.partial(
                 step_seconds_of,
                 schedules,
                 overlap_share=share,
@@ -293,7 +293,7 @@ class Planner:
 
     def sharper(self, draft: Draft) -> float:
         """A better bound than the first: with the schedule's own bubble."""
-        return draft.parts(draft.times).total
+        return draft.seconds(draft.times).total
 
     def plan(self, draft: Draft) -> LayoutPlan | None:
         """The layout with a plan for each rank; None: one of them does not fit."""
@@ -316,7 +316,7 @@ class Planner:
                     times[stage], recompute=plan.recompute_seconds[place], stall=plan.stall_seconds[place]
                 )
 
-        parts = draft.parts(times)
+        parts = draft.seconds(times)
         end = parts.gradients + parts.optimizer
         again = [_all_rerun(time, stage, draft.layers) for time, stage in zip(draft.times, draft.stages, strict=True)]
         busiest = max(
@@ -326,9 +326,9 @@ class Planner:
             layout=draft.layout,
             num_micro_batches=draft.num_micro_batches,
             num_layers=tuple(len(stage.kinds) for stage in draft.stages),
-            parts=parts,
-            full_recompute_seconds=draft.parts(again).total - end,
-            ceiling_seconds=draft.parts(draft.times).total - end,
+            seconds=parts,
+            full_recompute_seconds=draft.seconds(again).total - end,
+            ceiling_seconds=draft.seconds(draft.times).total - end,
             exchange_seconds=draft.num_micro_batches
             * sum(2 * times[stage].exchange for stage in schedule.stages_of(busiest)),
             ranks=tuple(ranks),
