@@ -44,7 +44,7 @@ def run_layout(devices: int, which: str, hardware: str) -> Row:
         found = plan_cluster(question, num_shown=1)
     except ConfigError as error:
         return {"outcome": str(error).partition("; take")[0]}
-    plan, parts = found.best, found.best.parts
+    plan, parts = found.best, found.best.seconds
     saved = sum(rank.saved_bytes for rank in plan.ranks)
     tokens = tokens_per_second(plan, question)
     row: Row = {

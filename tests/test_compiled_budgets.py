@@ -40,7 +40,7 @@ def test_a_budget_holds_to_the_byte_and_changes_no_bit(rules: dict[str, Any]) ->
             assert audit.peak_bytes <= tide.plan.predicted.peak_bytes
             moved = tide.stats.recomputed_bytes if rules else tide.stats.swapped_bytes
             assert bool(moved) == (budget != "1MiB")
-            assert (tide.stats.num_unplanned, tide.stats.num_divergences, tide.stats.num_spills) == (0, 0, 0)
+            assert (tide.stats.num_unknown, tide.stats.num_divergences, tide.stats.num_spills) == (0, 0, 0)
     assert num_frames() == before
 
 
@@ -158,6 +158,6 @@ def test_models_of_transformers_of_which_two_layers_are_compiled(make: Any) -> N
             assert_same(steps(model), truth)
             assert tide.plan is not None and tide.stats is not None
             assert bool(tide.stats.swapped_bytes) == bool(whole_bytes)
-            assert (tide.stats.num_unplanned, tide.stats.num_divergences, tide.stats.num_spills) == (0, 0, 0)
+            assert (tide.stats.num_unknown, tide.stats.num_divergences, tide.stats.num_spills) == (0, 0, 0)
             whole_bytes = tide.plan.predicted.peak_bytes
     assert num_frames() == before

@@ -273,7 +273,7 @@ def assert_kept(name: str, counted: Counted, budget: int, batches: list[Tensor])
             assert is_timed or independent_bytes == audited_bytes, f"step {number}"
             assert tide.plan is not None and tide.plan.predicted is not None
             assert number == 0 or is_timed or audited_bytes >= 0.95 * tide.plan.predicted.peak_bytes
-        assert tide.stats is not None and tide.stats.num_divergences == tide.stats.num_unplanned == 0
+        assert tide.stats is not None and tide.stats.num_divergences == tide.stats.num_unknown == 0
         counted.assert_plain_bits(name, batches)
 
 

@@ -68,7 +68,7 @@ def test_bits_and_peaks_of_layers_that_run_again(name: str, engine: str) -> None
                     case.loss(model, batch).backward()
                 found = [parameter.grad for parameter in model.parameters()]
                 assert all(a is b or same_bits(a, b) for a, b in zip(found, truth, strict=True))
-            assert (tide.stats.num_divergences, tide.stats.num_unplanned) == (0, 0)
+            assert (tide.stats.num_divergences, tide.stats.num_unknown) == (0, 0)
             assert tide.stats.recomputed_bytes > 0
         print(name, engine, audit.peak_bytes, plan.predicted.peak_bytes, plan.predicted.plain_peak_bytes)
         assert audit.peak_bytes <= plan.predicted.peak_bytes
@@ -93,7 +93,7 @@ def test_a_rule_on_all_layers_beside_a_budget(name: str, share: float) -> None:
             assert independent_bytes == audited_bytes
         assert tide.plan is not None and tide.stats is not None
         assert layers_again(tide.plan)
-        assert tide.stats.num_divergences == tide.stats.num_unplanned == 0
+        assert tide.stats.num_divergences == tide.stats.num_unknown == 0
     counted.assert_plain_bits(name, batches)
 
 

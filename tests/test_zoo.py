@@ -1,6 +1,6 @@
-"""The zoo itself: every case trains, repeats itself to the bit, and is what it says it is.
+"""The zoo itself: every case trains, and is what it says it is.
 
-A case whose plain step does not repeat itself could not show that lowtide changes nothing.
+That its plain step repeats itself to the bit is in every test that compares with it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowtide.profiling.layers import find_layers
 from tests.support import zoo
 
 CASES = list(zoo.CASES.values())
@@ -20,16 +21,10 @@ def _one_thread() -> None:
 
 
 @by_name
-def test_plain_training_repeats_itself_to_the_bit(case: zoo.Case) -> None:
-    first = zoo.plain_result(case.name, 3, num_steps=3, accumulate=2)
-    zoo.assert_same(zoo.plain_step(case, 3, num_steps=3, accumulate=2), first)
-    assert len(first.loss) == 6
-    assert all(torch.isfinite(loss) for loss in first.loss.values())
-
-
-@by_name
 def test_every_trained_parameter_gets_a_gradient_and_moves(case: zoo.Case) -> None:
     result = zoo.plain_result(case.name, 3, num_steps=3, accumulate=2)
+    assert len(result.loss) == 6
+    assert all(torch.isfinite(loss) for loss in result.loss.values())
     model = case.build(3)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     without = {name for name in trained if not any(f"{step}:{name}" in result.grads for step in range(2))}
@@ -38,8 +33,9 @@ def test_every_trained_parameter_gets_a_gradient_and_moves(case: zoo.Case) -> No
     assert len(still) < len(trained)
 
 
-@by_name
-def test_other_seed_other_numbers(case: zoo.Case) -> None:
+def test_other_seed_other_numbers() -> None:
+    case = zoo.CASES["mlp"]
+    zoo.assert_same(zoo.plain_step(case, 3), zoo.plain_step(case, 3))
     with pytest.raises(AssertionError, match="tensors differ"):
         zoo.assert_same(zoo.plain_step(case, 4), zoo.plain_step(case, 3))
 
@@ -47,8 +43,7 @@ def test_other_seed_other_numbers(case: zoo.Case) -> None:
 @by_name
 def test_layers_and_flags_are_what_the_case_says(case: zoo.Case) -> None:
     model = case.build(3)
-    names = {name for name, _ in model.named_modules()}
-    assert set(case.layers) <= names
+    assert find_layers(model) == case.layers
     before = torch.get_rng_state()
     case.loss(model, case.batch(0))
     assert torch.equal(torch.get_rng_state(), before) is not case.draws
@@ -57,7 +52,7 @@ def test_layers_and_flags_are_what_the_case_says(case: zoo.Case) -> None:
 @by_name
 def test_saved_tensor_count_varies_only_where_the_case_says(case: zoo.Case) -> None:
     counts = set()
-    for seed in range(6):
+    for seed in range(6 if case.varies else 2):
         model, count = case.build(seed), [0]
         with torch.autograd.graph.saved_tensors_hooks(lambda t, count=count: _count(t, count), lambda t: t):
             case.loss(model, case.batch(seed))

@@ -9,7 +9,6 @@ stdout stays empty unless `--json` is given.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -79,22 +78,17 @@ def _override(settings: RunConfig, args: argparse.Namespace) -> RunConfig:
 
 def _check_folders(settings: RunConfig, args: argparse.Namespace) -> None:
     """A folder that cannot be written is refused now, not after the first hours of training."""
-    folders = {"train.output_dir": settings.output_dir, "train.checkpoint_dir": settings.checkpoint_dir}
-    for key, folder in folders.items():
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for key in ("output_dir", "checkpoint_dir"):
+        folder = getattr(settings, key)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
             text = f"{folder} cannot be made or written to: {error.strerror}; choose another folder"
-            if key == "train.output_dir" and args.output_dir is not None:
+            if key == "output_dir" and args.output_dir is not None:
                 raise ConfigError(f"--output-dir: {text}") from None
-            raise settings.mistake(key, f"'{key}': {text}") from None
-        finally:
-            for path in missing:
-                with contextlib.suppress(OSError):
-                    path.rmdir()
+            raise settings.mistake(f"train.{key}", f"'train.{key}': {text}") from None
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
 """Everything a run needs to go on to the bit, in a folder that is either whole or not there.
 
 What: `step-00000120/` has the tensors of the model and the optimizer as safetensors files, written by torch's
-distributed checkpoint (each tensor, or each shard of one, by one rank that has it), the random states of each rank
-(`rank-0.json`), and `run.json`: step, place in the text, the settings that shape the loss curve, the SHA-256 of every
-file and of itself. The optimizer's groups follow from the settings, and the learning rate from the step.
+distributed checkpoint (each tensor, or each shard of one, by one rank that has it), and `run.json`: step, place in the
+text, random states of all ranks, the settings that shape the loss curve, the SHA-256 of every file and of itself. The
+optimizer's groups follow from the settings, and the learning rate from the step.
 Why a folder is whole: it is written under another name and renamed at the end. The newest two are kept.
 No pickle is read: shapes and shards stand in the headers of the safetensors files, and DCP's `.metadata` is neither
 written nor looked at. The hashes find damage, not an attacker, who can make them fit.
@@ -38,8 +38,9 @@ from lowtide.config.run import RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.json_text import parse_json
 from lowtide.errors import ConfigError
+from lowtide.tensors.ranks import gather
 
-FORMAT = 3
+FORMAT = 4
 NUM_KEPT = 2
 _MOST_JSON_BYTES = 64 << 20
 _NAME = re.compile(r"step-(\d{8,})")
@@ -107,15 +108,17 @@ def save(
                 shutil.rmtree(leftover)
             partial.mkdir(mode=0o700)
         ranks.barrier()
-        _write_json(partial / _rank_name(ranks.rank), random_state(device))
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         with _no_word_of_one_rank():
             dcp.save(state.tensors, storage_writer=writer, no_dist=ranks.is_alone)
-        ranks.barrier()
+        random_states = gather(random_state(device), None)
         if ranks.is_first:
-            run = {"step": step, "num_ranks": ranks.num_ranks, "data": dict(data), "settings": dict(settings)}
-            run |= {"layout": layout, "files": {file.name: _sha256_of_file(file) for file in partial.iterdir()}}
-            _write_json(partial / "run.json", {"format": FORMAT, "sha256": _sha256_of(run), "run": run})
+            run = {"step": step, "data": data, "settings": settings, "layout": layout, "random": random_states}
+            run["files"] = {file.name: _sha256_of_file(file) for file in partial.iterdir()}
+            with (partial / "run.json").open("x", encoding="utf-8") as file:
+                json.dump({"format": FORMAT, "sha256": _sha256_of(run), "run": run}, file)
+                file.flush()
+                os.fsync(file.fileno())
             _flush(partial)
             partial.rename(path)
             _flush(folder)
@@ -135,11 +138,12 @@ def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ran
     """Fills the tensors from a whole checkpoint of the same run. Raises `ConfigError`: the folder is damaged, other
     settings, another number of ranks."""
     run = _read_run(path)
-    is_same = (run["layout"], run["num_ranks"]) == (layout, ranks.num_ranks)
+    num_ranks = len(run["random"])
+    is_same = (run["layout"], num_ranks) == (layout, ranks.num_ranks)
     _check_settings(path, run["settings"], settings)
     if not is_same and not (layout and run["layout"]):
         raise ConfigError(
-            f"{path}: saved by {run['num_ranks']} ranks, this run has {ranks.num_ranks}; start it on as many with "
+            f"{path}: saved by {num_ranks} ranks, this run has {ranks.num_ranks}; start it on as many with "
             "torchrun, or start a new run with another train.output_dir"
         )
     for name, sha256 in run["files"].items() if ranks.is_first else ():
@@ -155,8 +159,7 @@ def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ran
     except CheckpointException as error:
         raise _damaged(path, f"its tensors are not those of this model ({_why(error)})") from None
     state.put_back()
-    random_states = _read_json(path / _rank_name(ranks.rank)) if is_same else None
-    return Saved(step=int(run["step"]), data=run["data"], random=random_states)
+    return Saved(step=run["step"], data=run["data"], random=run["random"][ranks.rank] if is_same else None)
 
 
 # -- which checkpoint ----------------------------------------------------------------------------------------------
@@ -215,28 +218,21 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Raises `ConfigError` if it is not the state of such generators."""
-    try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
-        if device.type != "cpu" and "device" in state:
-            own = torch.tensor(state["device"], dtype=torch.uint8)
-            torch.get_device_module(device).set_rng_state(own, device)
-        if "numpy" in state and (numpy := sys.modules.get("numpy")):
-            numpy.random.set_state(tuple(state["numpy"]))
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        text = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"checkpoint: its random state cannot be taken up ({text}); resume from another one"
-        ) from None
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
+    if device.type != "cpu" and "device" in state:
+        own = torch.tensor(state["device"], dtype=torch.uint8)
+        torch.get_device_module(device).set_rng_state(own, device)
+    if "numpy" in state and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(tuple(state["numpy"]))
 
 
 # -- JSON ----------------------------------------------------------------------------------------------------------
 
 
 def _check_settings(path: Path, then: Mapping[str, Any], settings: Mapping[str, object]) -> None:
-    now = json.loads(json.dumps(dict(settings)))
+    now = json.loads(json.dumps(settings))
     changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
     if changed:
         listed = ", ".join(f"{key} was {then.get(key)!r} and is now {now.get(key)!r}" for key in changed[:3])
@@ -249,26 +245,20 @@ def _check_settings(path: Path, then: Mapping[str, Any], settings: Mapping[str, 
 
 def _read_run(path: Path) -> dict[str, Any]:
     """`run.json`, checked against its own hash."""
-    document = _read_json(path / "run.json")
+    try:
+        document = parse_json(read_text(path / "run.json", most_bytes=_MOST_JSON_BYTES), "run.json")
+    except ConfigError as error:
+        raise _damaged(path, str(error).replace(str(path / "run.json"), "run.json")) from None
+    if not isinstance(document, dict) or not isinstance(run := document.get("run"), dict):
+        raise _damaged(path, "run.json is not the record of a run")
     if document.get("format") != FORMAT:
         raise ConfigError(
             f"{path}: written in another format than this version's, which is {FORMAT}; finish the run with the "
             "version that started it, or start a new one with another train.output_dir"
         )
-    run = document.get("run")
-    if not isinstance(run, dict) or document.get("sha256") != _sha256_of(run):
+    if document.get("sha256") != _sha256_of(run):
         raise _damaged(path, "the content of run.json is not what was written")
     return run
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(read_text(path, most_bytes=_MOST_JSON_BYTES), path.name)
-    except ConfigError as error:
-        raise _damaged(path.parent, str(error).replace(str(path), path.name)) from None
-    if not isinstance(found, dict):
-        raise _damaged(path.parent, f"{path.name} is not a mapping")
-    return found
 
 
 def _why(error: BaseException) -> BaseException:
@@ -278,17 +268,6 @@ def _why(error: BaseException) -> BaseException:
 
 def _damaged(path: Path, why: str) -> ConfigError:
     return ConfigError(f"{path}: the checkpoint is damaged: {why}; delete this folder to resume from the one before it")
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _rank_name(rank: int) -> str:
-    return f"rank-{rank}.json"
 
 
 def _sha256_of_file(path: Path) -> str:

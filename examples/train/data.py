@@ -9,12 +9,13 @@ Cost: each rank has the whole text in main memory. Not covered: other tokenizers
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import random
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ def standard_library() -> tuple[Path, ...]:
 
 
 def open_corpus(paths: Sequence[Path]) -> Corpus:
-    """Reads the files, in the order given."""
+    """Reads the files, in the order given. Raises `ConfigError` for one that cannot be read."""
     pieces: list[bytes] = []
     for path in paths:
         try:
@@ -59,15 +60,15 @@ def open_corpus(paths: Sequence[Path]) -> Corpus:
 def open_text(run: RunConfig) -> Corpus:
     """The text of a run. Raises `ConfigError`: a pattern that matches no file, not enough text for one sequence."""
     paths: list[Path] = []
-    for index, pattern in enumerate(run.data.files):
+    for index, written in enumerate(run.data.files):
         where = f"data.files[{index}]"
-        try:
-            found = _match(pattern)
-        except (ValueError, OSError) as error:
-            run.fail(where, f"'{where}': {shown(pattern)} is not a path or a glob: {error}")
-        if not found:
-            run.fail(where, f"'{where}': no file matches {pattern!r}; check the path")
-        paths += found
+        pattern = os.path.expanduser(written)  # noqa: PTH111 -- Path.expanduser raises for `~nobody`
+        # Not Path.glob and Path.is_file, which raise for some texts.
+        found = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)  # noqa: PTH113, PTH207
+        files = sorted(Path(path) for path in found if os.path.isfile(path))  # noqa: PTH113
+        if not files:
+            run.fail(where, f"'{where}': no file matches {shown(written)}; check the path")
+        paths += files
     corpus = open_corpus(paths or standard_library())
     if len(corpus.text) < run.data.sequence_length:
         run.fail(
@@ -78,16 +79,7 @@ def open_text(run: RunConfig) -> Corpus:
     return corpus
 
 
-def _match(pattern: str) -> list[Path]:
-    """The files that a path or a glob names, sorted. Raises `ValueError` or `OSError` for one that cannot be."""
-    path = Path(os.path.expanduser(pattern))  # noqa: PTH111 -- Path.expanduser raises for `~nobody`
-    if path.is_file():
-        return [path]
-    root = Path(path.anchor or ".")
-    parts = path.relative_to(path.anchor) if path.anchor else path
-    return sorted(found for found in root.glob(str(parts)) if found.is_file()) if str(parts) != "." else []
-
-
+@dataclass(kw_only=True)
 class Sampler:
     """Deals sequences out to the ranks; the only thing that changes is `position`.
 
@@ -96,39 +88,35 @@ class Sampler:
     begins in a new order, without dropping the remainder.
     """
 
-    def __init__(
-        self, corpus: Corpus, *, sequence_length: int, batch_size: int, seed: int, rank: int = 0, num_ranks: int = 1
-    ) -> None:
-        self.num_sequences = len(corpus.text) // sequence_length
-        self.position = 0
-        self._corpus = corpus
-        self._sequence_length = sequence_length
-        self._batch_size = batch_size
-        self._seed = seed
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._epoch = -1
-        self._order: list[int] = []
+    corpus: Corpus = field(kw_only=False)
+    sequence_length: int
+    batch_size: int
+    seed: int
+    rank: int = 0
+    num_ranks: int = 1
+    position: int = 0
+    _orders: dict[int, list[int]] = field(default_factory=dict, init=False)
+    """Of the epoch that was dealt from last."""
 
     def next_indices(self) -> list[int]:
         """Which sequences this rank takes next; moves on by one micro-batch of all ranks."""
-        first = self.position + self._rank * self._batch_size
-        self.position += self._batch_size * self._num_ranks
-        return [self._sequence_at(place) for place in range(first, first + self._batch_size)]
+        first = self.position + self.rank * self.batch_size
+        self.position += self.batch_size * self.num_ranks
+        return [self._sequence_at(place) for place in range(first, first + self.batch_size)]
 
     def next_batch(self) -> torch.Tensor:
         """The next micro-batch of this rank: int64 (B, T), values 0..255."""
-        length = self._sequence_length
-        rows = [bytearray(self._corpus.text[index * length : (index + 1) * length]) for index in self.next_indices()]
+        length = self.sequence_length
+        rows = [bytearray(self.corpus.text[index * length : (index + 1) * length]) for index in self.next_indices()]
         return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in rows]).long()
 
     def state(self) -> dict[str, int | str]:
         """What a checkpoint must hold to go on from here; the same on every rank."""
         return {
             "position": self.position,
-            "seed": self._seed,
-            "sequence_length": self._sequence_length,
-            "text_sha256": self._corpus.sha256,
+            "seed": self.seed,
+            "sequence_length": self.sequence_length,
+            "text_sha256": self.corpus.sha256,
         }
 
     def restore(self, state: Mapping[str, object]) -> None:
@@ -144,8 +132,9 @@ class Sampler:
         self.position = position
 
     def _sequence_at(self, place: int) -> int:
-        epoch, index = divmod(place, self.num_sequences)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(self.num_sequences))
-            random.Random(f"{self._seed} {epoch}").shuffle(self._order)
-        return self._order[index]
+        num_sequences = len(self.corpus.text) // self.sequence_length
+        epoch, index = divmod(place, num_sequences)
+        if epoch not in self._orders:
+            self._orders = {epoch: list(range(num_sequences))}
+            random.Random(f"{self.seed} {epoch}").shuffle(self._orders[epoch])
+        return self._orders[epoch][index]

@@ -65,19 +65,16 @@ def split_for(run: RunConfig, model: torch.nn.Module, ranks: Ranks) -> RankExper
     size = run.train.expert_parallel
     if size == 1:
         return None
-    firsts = range(0, ranks.num_ranks, size)
-    # Every rank makes every group, in the same order, as torch wants it.
-    groups = {first: dist.new_group(list(range(first, first + size))) for first in firsts}
-    place = ranks.rank % size
-    group = groups[ranks.rank - place]
+    places = torch.arange(ranks.num_ranks).view(-1, size)  # a row: ranks that share experts
+    group, _ = dist.new_subgroups_by_enumeration(places.tolist())
     if run.pipeline is not None:
         # Other groups have other layers.
         has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
-        none: Any = ExpertParallel(model, {}, group=group, rank=place, num_ranks=size)
+        none: Any = ExpertParallel(model, {}, group=group, rank=ranks.rank % size, num_ranks=size)
         return RankExperts(split=split_experts(model, group=group) if has_experts else none, ranks=group, replicas=None)
     replicas = None
-    if len(firsts) > 1:
-        replicas = [dist.new_group([first + other for first in firsts]) for other in range(size)][place]
+    if len(places) > 1:
+        replicas, _ = dist.new_subgroups_by_enumeration(places.T.tolist())
     with named(run):
         split = split_experts(model, group=group)
     return RankExperts(split=split, ranks=None, replicas=replicas)

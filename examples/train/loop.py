@@ -23,8 +23,8 @@ from examples.train.progress import (
     MetricsFile,
     PlanFiles,
     PlanRecord,
-    Progress,
     StepRecord,
+    line_of,
     resident_bytes,
     say_on_stderr,
 )
@@ -101,38 +101,38 @@ def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
 
 def _loop(trainer: Trainer, stop: StopRequest, on_step: Callable[[StepRecord], None] | None) -> Summary:
     """Steps until the last one or a signal; a checkpoint at the end in either case."""
-    run, ranks = trainer.run, trainer.ranks
-    settings = run.train
-    progress = Progress(num_steps=settings.steps, log_every=settings.log_every, is_first_rank=ranks.is_first)
-    trainer.say = progress.say
+    run, ranks, settings = trainer.run, trainer.ranks, trainer.run.train
     asked: signal.Signals | None = None
     newest = trainer.resumed_from
     records: list[StepRecord] = []
-    metrics = None
-    if ranks.is_first:
-        metrics = MetricsFile(run.output_dir / METRICS, first_step=trainer.step, warn=say_on_stderr)
-    plans = PlanFiles(run.output_dir, say_on_stderr)
-    with contextlib.closing(metrics) if metrics else contextlib.nullcontext():
-        progress.say(trainer.description)
+    with contextlib.ExitStack() as stack:
+        metrics = plans = None
+        if ranks.is_first:
+            trainer.say = say_on_stderr
+            metrics = MetricsFile(run.output_dir / METRICS, first_step=trainer.step, warn=say_on_stderr)
+            stack.callback(metrics.close)
+            plans = PlanFiles(run.output_dir, say_on_stderr)
+        trainer.say(trainer.description)
         if trainer.resumed_from:
-            progress.say(f"resumed from {trainer.resumed_from}")
+            trainer.say(f"resumed from {trainer.resumed_from}")
         while trainer.step < settings.steps and asked is None:
             ranks.step = trainer.step + 1
             record, asked = trainer.take_step(stop)
             records.append(record)
-            if metrics:
+            if metrics and plans:
                 metrics.append(record)
                 plans.follow(trainer.tide)
-            progress.show(record)
+            is_due = len(records) == 1 or trainer.step == settings.steps or trainer.step % settings.log_every == 0
+            if is_due or record.num_retries:
+                trainer.say(line_of(record, settings.steps))
             if on_step is not None:
                 on_step(record)
             is_end = trainer.step == settings.steps or asked is not None
-            is_due = settings.checkpoint_every is not None and trainer.step % settings.checkpoint_every == 0
-            if is_end or is_due:
+            if is_end or (settings.checkpoint_every and trainer.step % settings.checkpoint_every == 0):
                 newest = trainer.save()
         if trainer.step >= settings.steps:
             asked = None  # a signal in the last step came too late to stop anything
-        progress.say(_last_line(trainer, asked, newest))
+        trainer.say(_last_line(trainer, asked, newest))
     later_seconds = sum(record.step_seconds for record in records[1:])
     return Summary(
         steps=trainer.step,

@@ -1,6 +1,6 @@
 """What a person sees of a run, and what stays of it: lines on stderr, and metrics.jsonl.
 
-What: `Progress` shows one step; `MetricsFile` keeps every step as one JSON line, `PlanFiles` the plan in force. They
+What: `line_of` shows one step; `MetricsFile` keeps every step as one JSON line, `PlanFiles` the plan in force. They
 belong to rank 0.
 Not covered: experiment trackers; they can read metrics.jsonl.
 """
@@ -72,47 +72,23 @@ class StepRecord:
     """'cpu', 'cuda', ..."""
 
     @property
-    def stall_seconds(self) -> float:
-        return self.tide["stall_seconds"] if self.tide else 0.0
-
-    @property
     def num_retries(self) -> int:
         return int(self.tide["num_retries"]) if self.tide else 0
 
 
-def describe(record: StepRecord) -> str:
-    """`loss 2.3456  1,234 tokens/s  peak 1.2 GiB  stall 3.0 ms`."""
-    parts = [f"loss {record.loss:.4f}", f"{record.tokens_per_second:,.0f} tokens/s"]
+def line_of(record: StepRecord, num_steps: int) -> str:
+    """`step  3/60  loss 2.3456  1,234 tokens/s  peak 1.2 GiB  stall 3.0 ms`."""
+    parts = [f"step {record.step:>{len(str(num_steps))}}/{num_steps}", f"loss {record.loss:.4f}"]
+    parts.append(f"{record.tokens_per_second:,.0f} tokens/s")
     if record.peak_bytes is not None:
         parts.append(f"peak {format_bytes(record.peak_bytes)}")
     elif record.peak_resident_bytes is not None:
         parts.append(f"peak resident {format_bytes(record.peak_resident_bytes)}")
     if record.tide is not None:
-        parts.append(f"stall {format_seconds(record.stall_seconds)}")
+        parts.append(f"stall {format_seconds(record.tide['stall_seconds'])}")
     if record.num_retries:
         parts.append(f"out of memory, run again: {record.num_retries}")
     return "  ".join(parts)
-
-
-class Progress:
-    """A line for the first step, every `log_every` steps, the last one, and any step that ran out of memory; silent on
-    every rank but the first."""
-
-    def __init__(self, *, num_steps: int, log_every: int, is_first_rank: bool) -> None:
-        self._num_steps = num_steps
-        self._log_every = log_every
-        self._is_first_rank = is_first_rank
-        self._is_first_step = True
-
-    def show(self, record: StepRecord) -> None:
-        is_due = self._is_first_step or record.step % self._log_every == 0 or record.step == self._num_steps
-        self._is_first_step = False
-        if is_due or record.num_retries:
-            self.say(f"step {record.step:>{len(str(self._num_steps))}}/{self._num_steps}  {describe(record)}")
-
-    def say(self, text: str) -> None:
-        if self._is_first_rank:
-            say_on_stderr(text)
 
 
 def say_on_stderr(text: str) -> None:
@@ -136,8 +112,7 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.partial")
             with partial.open("w", encoding="utf-8") as file:
-                for line in _lines(path):
-                    step, loss = _step_and_loss(path, line)
+                for step, loss, line in _done(path):
                     if step <= first_step:
                         file.write(line + "\n")
                         self._count(loss)
@@ -179,19 +154,18 @@ class PlanFiles:
     """plan.json and step.json, for `lowtide report`: the plan in force, and its step on the clock."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        """`warn` hears, once, that a file could not be written: a full disk ends no training."""
+        """Files of an earlier run go. `warn` hears, once, that a file could not be written: a full disk ends no
+        training."""
         self._folder, self._warn = folder, warn
         self._digest: str | None = None
-        self._num_writes = 0
+        self._num_left = _MOST_WRITES
+        for name in (PLAN, STEP):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink(missing_ok=True)
 
     def follow(self, handle: Any) -> None:
-        """After each step: write the plan in force, if it is another one than before. Files of an earlier run go."""
-        if self._num_writes == 0:
-            for name in (PLAN, STEP):
-                with contextlib.suppress(OSError):
-                    (self._folder / name).unlink(missing_ok=True)
-        self._num_writes = max(self._num_writes, 1)
-        if not (isinstance(handle, Tides) and isinstance(handle.source, Autopilot)) or self._num_writes > _MOST_WRITES:
+        """After each step: write the plan in force, if it is another one than before."""
+        if not (isinstance(handle, Tides) and isinstance(handle.source, Autopilot)) or not self._num_left:
             return
         plan, planner = handle.plan, handle.source.planner
         if plan is None or plan.predicted is None or plan.digest() == self._digest:
@@ -200,38 +174,33 @@ class PlanFiles:
         known: Any = {"link": planner.facts.link, "has_gradients": handle.source.has_gradients, "costs": HOST_COSTS}
         played = play(plan, handle.profile, planner.config, **known)
         self._digest = plan.digest()
-        self._num_writes += 1
+        self._num_left -= 1
         try:
             for name, text in ((PLAN, plan.to_json()), (STEP, played.to_json())):
                 partial = self._folder / f".{name}.partial"
                 partial.write_text(text, encoding="utf-8")
                 partial.replace(self._folder / name)
         except OSError as error:
-            self._num_writes = _MOST_WRITES + 1
+            self._num_left = 0
             self._warn(
                 f"lowtide: {self._folder / PLAN} cannot be written: {error.strerror}; training goes on, and its report "
                 "will lack the plan"
             )
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The whole lines of an earlier run; a kill may have cut the last one."""
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("{") and line.rstrip("\n").endswith("}"):
-                    yield line.rstrip("\n")
-
-
-def _step_and_loss(path: Path, line: str) -> tuple[int, float]:
-    try:
-        record = json.loads(line)
-        return int(record["step"]), float(record["loss"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise ConfigError(
-            f"{path}: this is not a line of lowtide's: {shown(line)}; move the file away, or choose another "
-            "train.output_dir"
-        ) from None
+def _done(path: Path) -> Iterator[tuple[int, float, str]]:
+    """Step, loss and text of the whole lines of an earlier run; a kill may have cut the last one."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        if not (line.startswith("{") and line.endswith("}")):
+            continue
+        try:
+            record = json.loads(line)
+            yield int(record["step"]), float(record["loss"]), line
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise ConfigError(
+                f"{path}: this is not a line of lowtide's: {shown(line)}; move the file away, or choose another "
+                "train.output_dir"
+            ) from None
 
 
 def resident_bytes() -> tuple[int | None, int | None]:

@@ -86,7 +86,11 @@ class Ranks:
         self.num_ranks = num_ranks
         self.step = 0
         """The step this rank is in, for its last words; 0 while it starts."""
-        self._watch = FailureWatch(store, rank=rank) if store is not None else None
+        self._store = store
+        self._is_over = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="lowtide-failure-watch", daemon=True)
+        if store is not None:
+            self._watch.start()
 
     @property
     def is_first(self) -> bool:
@@ -127,8 +131,7 @@ class Ranks:
         """The end of a run without errors: wait for all ranks, stop the watching thread, leave the process group."""
         if self.is_alone:
             return
-        assert self._watch is not None
-        self._watch.stop()
+        self._stop_looking()
         self.barrier()
         # DDP's reducer holds the group from C++. If that were the last reference, the group's threads would be joined
         # with the interpreter's lock held, and now and then one of them waits for that very lock: a hang.
@@ -139,11 +142,12 @@ class Ranks:
         """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank."""
         is_expected = isinstance(error, ConfigError | TrainingError | PipelineError)
         text = str(error) if is_expected else f"{type(error).__name__}: {error}"
-        if self._watch is None:
+        if self._store is None:
             raise error
         if isinstance(error, PipelineError):
             time.sleep(_VICTIM_SECONDS)  # the rank that failed says why itself, and the watch ends this one
-        if self._watch.report():
+        self._stop_looking()
+        if self._is_first_to_fail(self._store):
             if not is_expected:
                 traceback.print_exception(error)
             place = f"at step {self.step}" if self.step else "while it started"
@@ -152,37 +156,26 @@ class Ranks:
         # not sys.exit: threads of the process group may wait for ranks that are gone
         _end(2 if isinstance(error, ConfigError) else 1)
 
-
-class FailureWatch:
-    """Ends this process when another rank reports a failure."""
-
-    def __init__(self, store: dist.Store, *, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lowtide-failure-watch", daemon=True)
-        self._thread.start()
-
-    def report(self) -> bool:
-        """Notes that this rank failed; True if it is the first one, whose message is the job's message."""
-        self.stop()
+    def _is_first_to_fail(self, store: dist.Store) -> bool:
+        """Notes that this rank failed. The message of the first one is the job's message."""
         try:
-            self._store.set_timeout(timedelta(seconds=5))
-            return self._store.add("num_failures", 1) == 1
+            store.set_timeout(timedelta(seconds=5))
+            return store.add("num_failures", 1) == 1
         except RuntimeError:
             return True  # the store died with its rank; one that fails in good order stays until all have read it
 
-    def stop(self) -> None:
-        self._is_stopped.set()
-        self._thread.join()
+    def _stop_looking(self) -> None:
+        self._is_over.set()
+        self._watch.join()
 
-    def _run(self) -> None:
-        while not self._is_stopped.wait(_POLL_SECONDS):
+    def _look(self) -> None:
+        """Ends this process when another rank notes a failure."""
+        assert self._store is not None
+        while not self._is_over.wait(_POLL_SECONDS):
             try:
                 has_failed = self._store.check(["num_failures"])
             except RuntimeError:
-                text = f"lowtide: rank {self._rank} lost the rank that holds the job's store; ending"
-                print(text, file=sys.stderr)
+                print(f"lowtide: rank {self.rank} lost the rank that holds the job's store; ending", file=sys.stderr)
                 _end(1)
             if has_failed:
                 _end(1)

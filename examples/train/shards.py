@@ -83,20 +83,20 @@ class RankShards:
         what = "'parallel.tensor': a parameter is used on a part of a layer, and its gradients are parts; not covered, "
         _same_values(common, group=self.tensor, what=f"{what}leave it out")
 
-    def gradient_norm(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> torch.Tensor:
-        """The norm of all gradients of the model, float32. Collective.
 
-        Each shard counts once: its square is divided by the number of ranks that hold the same one.
-        """
-        total = torch.zeros((), dtype=torch.float64)
-        for parameter in parameters:
-            grad: Any = parameter.grad
-            num_shards = 1
-            for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
-                num_shards *= 1 if placement.is_replicate() else size
-            local = grad.to_local()
-            total = total.to(local.device) + local.double().square().sum() * (num_shards / ranks.num_ranks)
-        return torch.tensor(ranks.sum([float(total)])[0]).sqrt()
+def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> torch.Tensor:
+    """The norm of all gradients of the model, the same on all ranks: DTensor's own reduces over one dimension of a mesh
+    after the other, in another order on each. Each shard counts once: its square is divided by the number of ranks that
+    hold the same one. Collective."""
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        num_shards = 1
+        for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+            num_shards *= 1 if placement.is_replicate() else size
+        local = grad.to_local()
+        total = total.to(local.device) + local.double().square().sum() * (num_shards / ranks.num_ranks)
+    return torch.tensor(ranks.sum([float(total)])[0]).sqrt()
 
 
 def check_shards(run: RunConfig, ranks: Ranks) -> None:

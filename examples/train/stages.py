@@ -17,6 +17,7 @@ Not covered: data parallelism beside the pipeline, but for that of the experts.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -33,7 +34,6 @@ from examples.train.tensor import check_tensor, cut_stages, ranks_of_a_stage
 from lowtide.cluster.layout import split_layers
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
-from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
@@ -111,10 +111,8 @@ class RankStages:
         """All ranks, where there are several pipelines."""
         self._group: Any = None
         if num_pipelines > 1:
-            # Every rank makes every group, in the same order, as torch wants it.
-            places = range(0, ranks.num_ranks, num_pipelines)
-            groups = [dist.new_group([place + number for place in places]) for number in range(num_pipelines)]
-            self._group = groups[ranks.rank % num_pipelines]
+            places = torch.arange(ranks.num_ranks).view(-1, num_pipelines)
+            self._group, _ = dist.new_subgroups_by_enumeration(places.T.tolist())
         self._run = run
         self._device = device
         self._schedule = schedule
@@ -307,29 +305,18 @@ def _balanced(run: RunConfig, num_stages: int, model: Any, device: torch.device)
     tokens = torch.empty(run.train.batch_size, run.data.sequence_length, dtype=torch.int64, device="meta")
     hardware = load_hardware(hardware_of_device(device))
     profile = trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware)
-    layers, first, last = _seconds_of_parts(profile, "model.layers", len(model.model.layers))
-    sizes = list(split_layers(layers, num_stages, first=first, last=last))
-    # The split of a cluster may leave the two ends without a layer; here each stage is a module with some.
-    for empty, beside in ((0, 1), (num_stages - 1, num_stages - 2)):
-        if not sizes[empty]:
-            giver = max(range(num_stages), key=sizes.__getitem__) if sizes[beside] == 1 else beside
-            sizes[giver] -= 1
-            sizes[empty] += 1
+    seconds: Counter[str] = Counter()  # of `model.layers.3`, `model.embed_tokens`, ...
+    for name, its_seconds in zip(profile.op_names, profile.op_seconds, strict=True):
+        seconds[".".join(name.split(".")[:3] if name.startswith("model.layers.") else name.split(".")[:2])] += (
+            its_seconds
+        )
+    layers = [seconds.pop(f"model.layers.{number}", 0.0) for number in range(len(model.model.layers))]
+    first = seconds.pop("model.embed_tokens", 0.0)
+    # A split may leave the two ends without a layer; here each stage is a module with some.
+    sizes = [max(1, size) for size in split_layers(layers, num_stages, first=first, last=seconds.total())]
+    while sum(sizes) > len(layers):
+        sizes[sizes.index(max(sizes))] -= 1
     return sizes
-
-
-def _seconds_of_parts(profile: Profile, container: str, num_layers: int) -> tuple[list[float], float, float]:
-    """Forward and backward of each layer of `container`; what stands before them, and after."""
-    layers, ends = [0.0] * num_layers, [0.0, 0.0]
-    is_before = True
-    for name, seconds in zip(profile.op_names, profile.op_seconds, strict=True):
-        number = name.removeprefix(f"{container}.").partition(".")[0] if name.startswith(f"{container}.") else ""
-        if number.isdecimal():
-            layers[int(number)] += seconds
-            is_before = False
-        else:
-            ends[0 if is_before or "embed" in name else 1] += seconds
-    return layers, ends[0], ends[1]
 
 
 def _sizes(layers: Sequence[range]) -> list[int]:

@@ -117,14 +117,12 @@ def cut_stages(run: RunConfig, model: Any, stages: Iterable[Any], ranks: Ranks) 
     size, beside = run.train.tensor_parallel, ranks_of_a_stage(run)
     if size == 1:
         return None
-    first = ranks.rank // beside * beside
-    # Every rank makes every group, in the same order, as torch wants it.
-    every = [list(range(start, start + beside)) for start in range(0, ranks.num_ranks, beside)]
-    together = {each[0]: dist.new_group(each) for each in every}[first]
-    shared = {each[at]: dist.new_group(each[at : at + size]) for each in every for at in range(0, beside, size)}
-    group, rank, replicas = shared[ranks.rank // size * size], ranks.rank % size, None
+    places = torch.arange(ranks.num_ranks).view(-1, size)  # a row: ranks that share products
+    group, _ = dist.new_subgroups_by_enumeration(places.tolist())
+    together, replicas, rank = group, None, ranks.rank % size
     if beside > size:
-        replicas = {each[at]: dist.new_group(each[at::size]) for each in every for at in range(size)}[first + rank]
+        together, _ = dist.new_subgroups_by_enumeration(places.view(-1, beside).tolist())
+        replicas, _ = dist.new_subgroups_by_enumeration(places.view(-1, beside // size, size).mT.flatten(0, 1).tolist())
     cut: list[nn.Parameter] = []
 
     def fail(message: str) -> NoReturn:

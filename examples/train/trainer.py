@@ -33,7 +33,7 @@ from examples.train.data import Sampler, open_text
 from examples.train.experts import check_ranks, split_for
 from examples.train.progress import PlanRecord, StepRecord, resident_bytes
 from examples.train.ranks import Ranks, StopRequest, TrainingError
-from examples.train.shards import check_shards, shard_for, whole_of
+from examples.train.shards import check_shards, gradient_norm, shard_for, whole_of
 from examples.train.stages import RankStages, check_stages
 from examples.train.tensor import ranks_of_a_stage
 from lowtide.cli.run_model import build_model
@@ -49,6 +49,18 @@ if TYPE_CHECKING:
 
 
 _RUN = "lowtide train"
+_FREE = {
+    *("model.fields", "model.key_places", "data.files", "pipeline.layers", "pipeline.overlap"),
+    *(
+        "train.allow_non_finite",
+        "train.log_every",
+        "train.checkpoint_every",
+        "train.output_dir",
+        "train.checkpoint_dir",
+    ),
+    *("train.resume", "train.device", "train.engine", "train.threads"),
+}
+"""What a run that is resumed may have otherwise."""
 
 
 class Trainer:
@@ -126,12 +138,11 @@ class Trainer:
     def description(self) -> str:
         """What is trained, on what, by whom."""
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        if self.stages is not None:
-            num_parameters = self.stages.num_parameters
         ranks = "" if self.ranks.is_alone else f" on {self.ranks.num_ranks} ranks"
         if self.shards is not None:
             ranks += f", {self.shards.layout}"
         if self.stages is not None:
+            num_parameters = self.stages.num_parameters
             ranks += f", stages of {', '.join(map(str, self.stages.layer_counts))} layers"
         if self.experts is not None:
             num_ranks = self.experts.split.num_ranks
@@ -148,12 +159,9 @@ class Trainer:
     @property
     def tokens_per_step(self) -> int:
         """Of all ranks."""
-        settings = self.run.train
-        if self.run.pipeline is not None:
-            num_micro_batches = self.run.pipeline.micro_batches * self.num_readers
-        else:
-            num_micro_batches = settings.grad_accumulation * self.num_readers
-        return settings.batch_size * num_micro_batches * self.run.data.sequence_length
+        settings, pipeline = self.run.train, self.run.pipeline
+        num_micro_batches = settings.grad_accumulation if pipeline is None else pipeline.micro_batches
+        return settings.batch_size * num_micro_batches * self.num_readers * self.run.data.sequence_length
 
     def take_step(self, stop: StopRequest) -> tuple[StepRecord, signal.Signals | None]:
         """One optimizer step, and the signal on which all ranks agree to stop after it."""
@@ -218,22 +226,23 @@ class Trainer:
         return self.experts.split.full_state_dict()
 
     def save(self) -> Path:
-        return checkpoint.save(
-            self.run.checkpoint_dir,
-            self._state(),
-            step=self.step,
-            data=self.sampler.state(),
-            settings=self._settings(),
-            ranks=self.ranks,
-            device=self.device,
-            layout=self.shards.layout if self.shards is not None else "",
-        )
+        how: Any = {"step": self.step, "data": self.sampler.state(), "device": self.device}
+        return checkpoint.save(self.run.checkpoint_dir, self._state(), **how, **self._same_for_all())
 
     def _load(self, path: Path) -> checkpoint.Saved:
-        layout = self.shards.layout if self.shards is not None else ""
-        saved = checkpoint.load(path, self._state(), settings=self._settings(), ranks=self.ranks, layout=layout)
+        saved = checkpoint.load(path, self._state(), **self._same_for_all())
         self.sampler.restore(saved.data)
         return saved
+
+    def _same_for_all(self) -> dict[str, Any]:
+        """What a checkpoint is compared with: settings that shape the loss curve, and what a rank has of the model."""
+        settings = settings_of(self.run) | ({} if self.stages is None else self.stages.settings)
+        if self.shards is None:
+            return {"settings": settings, "ranks": self.ranks}
+        # Another number of ranks may take the run up, if a step has the same sequences.
+        num_sequences = settings.pop("train.batch_size") * settings.pop("train.grad_accumulation") * self.num_readers
+        settings |= {"parallel.shard": True, "sequences of a step": num_sequences}
+        return {"settings": settings, "ranks": self.ranks, "layout": self.shards.layout}
 
     def _state(self) -> checkpoint.State:
         rename: Callable[[str], str] | None = None
@@ -251,17 +260,6 @@ class Trainer:
             self.stages.close()
         if self.tide is not None:
             self.tide.remove()
-
-    def _settings(self) -> dict[str, object]:
-        """What shapes the loss curve, and what a rank has of the model."""
-        settings = settings_of(self.run) | ({} if self.stages is None else self.stages.settings)
-        if self.shards is not None:  # another number of ranks may take the run up, if a step has the same sequences
-            for key in ("batch_size", "grad_accumulation"):
-                del settings[f"train.{key}"]
-            train = self.run.train
-            num_sequences = train.batch_size * train.grad_accumulation * self.num_readers
-            settings |= {"parallel.shard": True, "sequences of a step": num_sequences}
-        return settings
 
     def _accumulate_gradients(self) -> float:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
@@ -312,7 +310,7 @@ class Trainer:
         elif self.experts is not None:
             norm = self.experts.split.gradient_norm()
         elif self.shards is not None:
-            norm = self.shards.gradient_norm(parameters, self.ranks)
+            norm = gradient_norm(parameters, self.ranks)
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.run.train.clip_grad_norm is not None:
@@ -344,29 +342,23 @@ class Trainer:
         return None if self.device.type == "cpu" else torch.accelerator.max_memory_allocated(self.device)
 
 
-def settings_of(run: RunConfig) -> dict[str, object]:
+def settings_of(run: RunConfig) -> dict[str, Any]:
     """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.
 
     `memory` is not among them: lowtide does not change a bit.
     """
-    found: dict[str, object] = {f"model.{key}": value for key, value in run.model.fields.items()}
+    sections = {"model": run.model, "data": run.data, "train": run.train, "pipeline": run.pipeline}
+    found = {
+        f"{name}.{entry.name}": getattr(section, entry.name)
+        for name, section in sections.items()
+        if section is not None
+        for entry in dataclasses.fields(section)
+        if f"{name}.{entry.name}" not in _FREE
+    }
+    if run.train.schedule == "constant":
+        del found["train.steps"]  # the length of a constant run may be changed, that of a cosine run bends the curve
     found["model.path"] = str(run.model.path) if run.model.path else None
-    found |= {f"model.{key}": getattr(run.model, key) for key in ("model_type", "dtype", "seed")}
-    found["data.sequence_length"] = run.data.sequence_length
-    keys = ["batch_size", "grad_accumulation", "learning_rate", "schedule", "warmup_steps", "weight_decay"]
-    keys += ["clip_grad_norm", "seed", "precision"]
-    if run.train.schedule == "cosine":
-        keys.append("steps")  # the length of a constant run may be changed, that of a cosine run bends the curve
-    if run.train.optimizer != "adamw":
-        keys.append("optimizer")
-    if run.model.lora is not None:
-        found["model.lora"] = run.model.lora
-    for key in ("expert_parallel", "tensor_parallel"):
-        if getattr(run.train, key) > 1:
-            keys.append(key)  # checkpoints of versions that did not know it are as those with 1
-    if run.pipeline is not None:  # a rank's checkpoint has the stages of that rank
-        found |= {f"pipeline.{key}": getattr(run.pipeline, key) for key in ("schedule", "stages", "micro_batches")}
-    return found | {f"train.{key}": getattr(run.train, key) for key in keys}
+    return found | {f"model.{key}": value for key, value in run.model.fields.items()}
 
 
 def learning_rate_at(step: int, settings: TrainConfig) -> float:

@@ -56,14 +56,14 @@ class TideCallback(TrainerCallback):
         self.attached = Attached("TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
         self._logs_to_all = False
         """It comes before Trainer's reporters, and gives them its figures."""
-        self._checkpoints_again: Callable[[], None] | None = None
+        self._restore_checkpointing: Callable[[], None] | None = None
 
     def remove(self) -> None:
         """Make the model plain again, after a training that ended with an error. Idempotent."""
         self.attached.remove()
-        if self._checkpoints_again is not None:
-            self._checkpoints_again()
-            self._checkpoints_again = None
+        if self._restore_checkpointing is not None:
+            self._restore_checkpointing()
+            self._restore_checkpointing = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -125,7 +125,7 @@ class TideCallback(TrainerCallback):
         # Trainer takes these two out of the keyword arguments of torch's checkpoint, which all others are.
         how = dict(getattr(args, f"{word}_checkpointing_kwargs", None) or {})
         own = {key: how.pop(key) for key in ("every_n_layers", "offload") if key in how}
-        self._checkpoints_again = lambda: getattr(model, f"{word}_checkpointing_enable")(how or None, **own)
+        self._restore_checkpointing = lambda: getattr(model, f"{word}_checkpointing_enable")(how or None, **own)
         if speaks:
             self.attached.tell(
                 f"lowtide: the model's own {word} checkpointing is off while lowtide plans; write "

@@ -110,7 +110,7 @@ def settings_of(args: argparse.Namespace, kind: OptimizerKind) -> RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedStep:
+class TracedStep:
     """A step of a run as plain training runs it, traced when it is asked for."""
 
     run: RunConfig
@@ -214,16 +214,16 @@ def largest(
     makes: Mapping[str, Maker],
     *,
     say: Callable[[str], None],
-) -> tuple[AskedStep, list[Alternative], list[Alternative]]:
+) -> tuple[TracedStep, list[Alternative], list[Alternative]]:
     """A step of the run, and a row for each way, at the largest size that fits; and, for layers in blocks, a row for
     each size that was tried for the last of `makes`, which are lowtide's ways by name."""
     rows: list[Alternative] = []
     tries: dict[int, Alternative] = {}
 
     @functools.cache
-    def step_of(size: int) -> AskedStep:
+    def step_of(size: int) -> TracedStep:
         grown_run = _grown(run, grown, size)
-        return AskedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
+        return TracedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
 
     def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
         step = step_of(size or unit)
@@ -319,7 +319,7 @@ def _by_line(known: Mapping[int, int], low: int, budget_bytes: int) -> int | Non
 
 
 def lines(
-    step: AskedStep,
+    step: TracedStep,
     rows: Sequence[Alternative],
     weights: Mapping[str, torch.nn.Parameter],
     grown: Grown | None,
@@ -391,7 +391,7 @@ def _over(seconds: float | None, plain: float | None) -> str:
     return "-" if seconds is None or not plain else f"+{percent(seconds / plain - 1)}"
 
 
-def _question(step: AskedStep, weights: Mapping[str, torch.nn.Parameter], grown: Grown | None) -> str:
+def _question(step: TracedStep, weights: Mapping[str, torch.nn.Parameter], grown: Grown | None) -> str:
     run, count = step.run, sum(weight.numel() for weight in weights.values())
     trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)
     batch = "as many as fit" if grown == "batch" else f"{run.train.batch_size}"
@@ -408,7 +408,7 @@ def _millions(count: int) -> str:
 
 
 def document(
-    step: AskedStep, rows: Sequence[Alternative], plan: Plan | None, tries: Sequence[Alternative]
+    step: TracedStep, rows: Sequence[Alternative], plan: Plan | None, tries: Sequence[Alternative]
 ) -> dict[str, object]:
     """The same as plain data."""
     return {

@@ -46,7 +46,7 @@ def plan_diff(first: Plan, second: Plan) -> dict[str, Any]:
     layers = first.layers if len(first.layers) >= len(second.layers) else second.layers
     old, new = [[str(rule) for rule in plan.rules.rules] for plan in (first, second)]
     diff = {
-        "figures": _figures(first, second),
+        "figures": _compared_rows(first, second),
         "changes": _changes(before, after, layers),
         "rules_gone": [rule for rule in old if rule not in new],
         "rules_new": [rule for rule in new if rule not in old],
@@ -122,7 +122,7 @@ _PROMISES = (
 _FATES = (("kept", Fate.KEEP), ("swapped", Fate.SWAP), ("recomputed", Fate.RECOMPUTE))
 
 
-def _figures(first: Plan, second: Plan) -> list[dict[str, str]]:
+def _compared_rows(first: Plan, second: Plan) -> list[dict[str, str]]:
     """Figures of both plans, as text; `change` is empty where there is none, or no number."""
     plans = (first, second)
     rows: list[tuple[str, Any, list[Any]]] = [

@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _notes_about_ranks(resolution: Resolution) -> Iterator[str]:
     """What three flags will do to a model that several ranks share."""
-    if resolution.gathers_again is not None and any(layer.full_recompute for layer in resolution.layers):
-        what = "gathered again in backward" if resolution.gathers_again else "kept whole from forward to backward"
+    if resolution.regathers is not None and any(layer.full_recompute for layer in resolution.layers):
+        what = "gathered again in backward" if resolution.regathers else "kept whole from forward to backward"
         yield f"parallel_optimizer_comm_recompute: what FSDP2 shards in recomputed layers is {what}"
     if resolution.slices_inputs:
         yield "recompute_slice_activation: tensor-parallel ranks share the inputs of recomputed layers"

@@ -153,7 +153,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
                 settings, hardware, budget_bytes, args.largest, makes, say=waiting.say
             )
         else:
-            step = alternatives.AskedStep(run=settings, hardware=hardware, budget_bytes=budget_bytes, say=waiting.say)
+            step = alternatives.TracedStep(run=settings, hardware=hardware, budget_bytes=budget_bytes, say=waiting.say)
             rows = [step.by_hand(name) for name in alternatives.BY_HAND]
             try:
                 plan = planned(settings, None)

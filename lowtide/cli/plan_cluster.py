@@ -33,7 +33,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
-from lowtide.planner.rerun_layers import run_again
+from lowtide.planner.rerun_layers import with_reruns
 from lowtide.timeline.hardware import Cluster, Hardware, load_cluster, load_hardware, memory_of_hardware
 from lowtide.units import format_seconds
 
@@ -222,7 +222,7 @@ def sharded_rank(
     def network_of(plan: Plan) -> NetworkStep:
         assert plan.predicted is not None
         rules = (rule for rule in plan.rules.rules if rule.fate is Fate.RECOMPUTE)
-        step = run_again(whole, [rule.pattern.text for rule in rules if rule.pattern.text in whole.layers])
+        step = with_reruns(whole, [rule.pattern.text for rule in rules if rule.pattern.text in whole.layers])
         played = play_network(step, sizes, sharding, cluster, hardware)
         seconds = plan.predicted.step_seconds + played.step_seconds - sum(step.op_seconds)
         return dataclasses.replace(played, step_seconds=seconds)

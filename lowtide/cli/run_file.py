@@ -74,7 +74,7 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
 
 
 def _check_names(root: RawValue) -> None:
-    """A section that nobody reads is a mistake, most often in its name."""
+    """A section that is not read is a mistake, most often in its name."""
     for entry in root.entries:
         if entry.key not in _OURS:
             hint = did_you_mean(entry.key, (*_OURS, *SECTIONS)) or f"; known sections: {', '.join(_OURS)}"

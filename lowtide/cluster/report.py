@@ -14,7 +14,7 @@ from typing import Any
 from lowtide.cluster.layout import Question
 from lowtide.cluster.rank import PlannedRank
 from lowtide.cluster.search import GRADIENT_BYTES, MASTER_BYTES, WEIGHT_BYTES, ClusterPlan, LayoutPlan
-from lowtide.cluster.step import StepParts
+from lowtide.cluster.step import StepSeconds
 from lowtide.core.text_table import align, percent, wrapped
 from lowtide.units import GIB, format_bytes, format_seconds
 
@@ -28,7 +28,7 @@ _PARTS = {
     "gradients": "gradients and weights between data ranks",
     "optimizer": "optimizer",
 }
-"""Of `StepParts`, in words."""
+"""Of `StepSeconds`, in words."""
 _LOSSES = {
     True: "loss in slices of rows, 4 bytes a logit; 6 where tensor ranks share the words",
     False: "plain loss, 14 bytes a logit; 6 where tensor ranks share the words",
@@ -73,7 +73,7 @@ def document(plan: ClusterPlan) -> dict[str, Any]:
         "num_layouts": plan.num_layouts,
         "num_too_large": plan.num_too_large,
         "num_planned": plan.num_planned,
-        "unplanned_seconds": plan.unplanned_seconds,
+        "unplanned_seconds": plan.bound_seconds,
         "plans": [_plan_document(entry, question) for entry in plan.plans],
         "assumptions": {key: {"value": value, "source": source} for key, value, source in _assumptions(question)},
     }
@@ -84,7 +84,7 @@ def _plan_document(plan: LayoutPlan, question: Question) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in (*own, "moved_bytes")} | {
         "layout": dataclasses.asdict(plan.layout),
         "tokens_per_second_and_device": tokens_per_second(plan, question) / question.devices,
-        "parts": dataclasses.asdict(plan.parts),
+        "parts": dataclasses.asdict(plan.seconds),
         "gain_over_full_recompute": plan.gain,
         "ranks": [_rank_document(rank) for rank in plan.ranks],
     }
@@ -133,10 +133,10 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
             f"fastest of {plan.num_layouts:,} layouts: {best.layout} ({plan.num_too_large:,} do not fit, "
             f"{plan.num_planned:,} planned in full, the others are slower by their bounds)"
         )
-        if plan.unplanned_seconds is not None and plan.unplanned_seconds < best.step_seconds:
+        if plan.bound_seconds is not None and plan.bound_seconds < best.step_seconds:
             yield (
                 f"the search ended at its limit: no layout that was not planned takes less than "
-                f"{format_seconds(plan.unplanned_seconds)}"
+                f"{format_seconds(plan.bound_seconds)}"
             )
     each = tokens_per_second(best, question) / question.devices
     yield (
@@ -146,7 +146,7 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
     if best.moved_bytes:
         yield (
             f"optimizer's state: {format_bytes(best.moved_bytes)} of a device are on the host between steps; each step "
-            f"waits {format_seconds(best.parts.optimizer)} for it"
+            f"waits {format_seconds(best.seconds.optimizer)} for it"
         )
     yield (
         f"forwards and backwards gain {percent(best.gain)} over recompute of every layer; no plan of this layout gains "
@@ -155,7 +155,7 @@ def _choice(plan: ClusterPlan) -> Iterator[str]:
 
 
 def _time_lines(plan: LayoutPlan) -> Iterator[str]:
-    parts = plan.parts
+    parts = plan.seconds
     width = max(map(len, _PARTS.values()))
     for key, words in _PARTS.items():
         seconds = getattr(parts, key)
@@ -197,10 +197,10 @@ def _reasons(plan: ClusterPlan) -> Iterator[str]:
     for other in plan.plans[1:]:
         slower = other.step_seconds / best.step_seconds - 1
         times = f"{format_seconds(other.step_seconds)} (+{percent(slower)})"
-        yield f"  {other.layout}: {times}, {_difference(best.parts, other.parts)}"
+        yield f"  {other.layout}: {times}, {_difference(best.seconds, other.seconds)}"
 
 
-def _difference(best: StepParts, other: StepParts) -> str:
+def _difference(best: StepSeconds, other: StepSeconds) -> str:
     """The parts in which another layout differs most from the best one."""
     changes = {key: getattr(other, key) - getattr(best, key) for key in _PARTS}
     largest = sorted(changes, key=lambda key: -abs(changes[key]))[:3]

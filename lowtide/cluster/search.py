@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from lowtide.cluster.layer import Layer, make_layer
 from lowtide.cluster.layout import Layout, Question, layouts, schedules_of, split_layers
 from lowtide.cluster.rank import Memory, PlannedRank, RankAtWorst, Stage, least_bytes, plan_rank, saved_bytes_of
-from lowtide.cluster.step import StageTimes, StepParts, least_seconds, step_parts, total
+from lowtide.cluster.step import StageTimes, StepSeconds, least_seconds, step_seconds_of, total
 from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import hand_over_seconds, ring_seconds
 from lowtide.units import MIB, format_bytes, format_seconds
@@ -59,7 +59,7 @@ class LayoutPlan:
     """Of the schedule that is played."""
     num_layers: tuple[int, ...]
     """Of each stage, in the order of the model."""
-    parts: StepParts
+    seconds: StepSeconds
     full_recompute_seconds: float
     """Of the forwards and backwards of a step in which every layer runs again, whether or not that fits."""
     ceiling_seconds: float
@@ -72,12 +72,12 @@ class LayoutPlan:
 
     @property
     def step_seconds(self) -> float:
-        return self.parts.total
+        return self.seconds.total
 
     @property
     def pipeline_seconds(self) -> float:
         """Of the forwards and backwards: the step without what follows them."""
-        return self.parts.total - self.parts.gradients - self.parts.optimizer
+        return self.seconds.total - self.seconds.gradients - self.seconds.optimizer
 
     @property
     def gain(self) -> float:
@@ -108,7 +108,7 @@ class ClusterPlan:
     num_too_large: int
     """Layouts that no plan fits."""
     num_planned: int
-    unplanned_seconds: float | None = None
+    bound_seconds: float | None = None
     """Where the search ended at its limit: no layout that was not planned is faster than this."""
 
     @property
@@ -173,7 +173,7 @@ def plan_cluster(
         num_layouts=len(wanted),
         num_too_large=num_too_large,
         num_planned=num_planned,
-        unplanned_seconds=min(unplanned, default=None),
+        bound_seconds=min(unplanned, default=None),
     )
 
 
@@ -203,7 +203,7 @@ class Draft:
     tasks: tuple[RankAtWorst, ...]
     layers: Mapping[str, Layer]
     memory: Memory
-    parts: Callable[[Sequence[StageTimes]], StepParts]
+    seconds: Callable[[Sequence[StageTimes]], StepSeconds]
     """Of the step, where stages take so long."""
     moved_bytes: int
     least_bytes: int
@@ -272,8 +272,8 @@ class Planner:
             tasks=tuple(tasks),
             layers=layers,
             memory=memory,
-            parts=functools.partial(
-                step_parts,
+            seconds=functools.partial(
+                step_seconds_of,
                 schedules,
                 overlap_share=share,
                 num_micro_batches=num_micro_batches,
@@ -293,7 +293,7 @@ class Planner:
 
     def sharper(self, draft: Draft) -> float:
         """A better bound than the first: with the schedule's own bubble."""
-        return draft.parts(draft.times).total
+        return draft.seconds(draft.times).total
 
     def plan(self, draft: Draft) -> LayoutPlan | None:
         """The layout with a plan for each rank; None: one of them does not fit."""
@@ -316,9 +316,9 @@ class Planner:
                     times[stage], recompute=plan.recompute_seconds[place], stall=plan.stall_seconds[place]
                 )
 
-        parts = draft.parts(times)
+        parts = draft.seconds(times)
         end = parts.gradients + parts.optimizer
-        again = [_all_again(time, stage, draft.layers) for time, stage in zip(draft.times, draft.stages, strict=True)]
+        again = [_all_rerun(time, stage, draft.layers) for time, stage in zip(draft.times, draft.stages, strict=True)]
         busiest = max(
             range(schedule.num_ranks), key=lambda rank: sum(times[stage].plain for stage in schedule.stages_of(rank))
         )
@@ -326,9 +326,9 @@ class Planner:
             layout=draft.layout,
             num_micro_batches=draft.num_micro_batches,
             num_layers=tuple(len(stage.kinds) for stage in draft.stages),
-            parts=parts,
-            full_recompute_seconds=draft.parts(again).total - end,
-            ceiling_seconds=draft.parts(draft.times).total - end,
+            seconds=parts,
+            full_recompute_seconds=draft.seconds(again).total - end,
+            ceiling_seconds=draft.seconds(draft.times).total - end,
             exchange_seconds=draft.num_micro_batches
             * sum(2 * times[stage].exchange for stage in schedule.stages_of(busiest)),
             ranks=tuple(ranks),
@@ -422,7 +422,7 @@ class Planner:
         return gradients, optimizer
 
 
-def _all_again(times: StageTimes, stage: Stage, layers: Mapping[str, Layer]) -> StageTimes:
+def _all_rerun(times: StageTimes, stage: Stage, layers: Mapping[str, Layer]) -> StageTimes:
     """Every layer runs its forward once more, collectives and all-to-all included."""
     again = total(layers[kind].times for kind in stage.kinds)
     return dataclasses.replace(times, recompute=again.ahead, recompute_exchange=again.exchange)

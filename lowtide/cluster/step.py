@@ -1,6 +1,6 @@
 """One optimizer step of a layout: what each action takes, what pairs hide, and the pipeline on its clock.
 
-What: `StageTimes` has the times of one chunk of a stage, or of a part of it; `step_parts` plays the schedule
+What: `StageTimes` has the times of one chunk of a stage, or of a part of it; `step_seconds_of` plays the schedule
 (pipeline/clock.py) with them and says where the time goes, on the rank that works most: compute, recompute, stalls,
 collectives of tensor and context ranks, the experts' all-to-all that nothing hides, waiting (the bubble), gradients and
 weights between the ranks that share them, and the optimizer.
@@ -66,7 +66,7 @@ def total(parts: Iterable[StageTimes]) -> StageTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepParts:
+class StepSeconds:
     """Seconds of one optimizer step on the rank that works most. They add up."""
 
     compute: float
@@ -110,7 +110,7 @@ def least_seconds(stages: Sequence[StageTimes], overlap_share: float, *, has_pai
     return max(busy + overlap_share * exchange, exchange) if has_pairs else busy + exchange
 
 
-def step_parts(
+def step_seconds_of(
     schedules: Schedules,
     stages: Sequence[StageTimes],
     overlap_share: float,
@@ -119,7 +119,7 @@ def step_parts(
     transfer_seconds: float,
     gradients: float,
     optimizer: float,
-) -> StepParts:
+) -> StepSeconds:
     """Where the time of one step goes."""
     seconds_of = durations(stages, overlap_share)
     played = play(schedules.schedule, seconds_of, transfer_seconds=transfer_seconds)
@@ -137,7 +137,7 @@ def step_parts(
     compute, recompute, stall, collective = (num_micro_batches * value for value in each)
     told = compute + recompute + stall + collective
     shown = busy - told if busy > told * (1 + 1e-9) else 0.0
-    return StepParts(
+    return StepSeconds(
         compute=compute,
         recompute=recompute,
         stall=stall,

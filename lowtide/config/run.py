@@ -38,7 +38,7 @@ class ScheduleKind:
     """What is known of a schedule before one is made."""
 
     stages_per_rank: int | None
-    """None: as many as are asked for; 2, if nobody asks."""
+    """None: as many as are asked for; 2 by default."""
     has_pairs: bool = False
     """Whether a forward and a backward run together, so that each hides the other's communication."""
     is_searched: bool = True

@@ -182,7 +182,7 @@ class Prediction:
     """Peak of the same step with everything kept."""
     plain_seconds: float
     floor_bytes: int | None
-    """The smallest peak that the solver can reach; None: nobody asked for it."""
+    """The smallest peak that the solver can reach; None: it was not asked for."""
     forward_peak_bytes: int = 0
     """Everything on the device at the worst moment of forward alone."""
     forward_held_bytes: int = 0

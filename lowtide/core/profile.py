@@ -90,7 +90,7 @@ class StateBytes:
     that of the largest where it steps one after the other."""
     inputs: int = 0
     """The batch."""
-    others: int = 0
+    foreign: int = field(default=0, metadata={OLD_NAME: "others"})
     """On the device before the first observed step, and of none of these: batches that are there already, other
     models. 0 where the device does not count its bytes."""
     rounding: int = 0

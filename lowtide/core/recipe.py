@@ -71,7 +71,7 @@ class Recipe:
     transient_bytes: int
     """Most bytes that exist at once while it runs, beyond its inputs and including its result."""
     LEFT_FIELDS: ClassVar[frozenset[str]] = frozenset({"is_shape_free"})
-    """Of files that older versions wrote: nobody needs them."""
+    """Of files that older versions wrote: not needed any more."""
 
     @property
     def nodes(self) -> tuple[str, ...]:

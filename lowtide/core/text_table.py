@@ -56,11 +56,11 @@ def wrapped(lines: Iterable[str], width: int | None, *, indent: str | None = Non
             found.append(line)
             continue
         start = line[: len(line) - len(line.lstrip())]
-        found += _words(line, width, first=start, later=f"{start}{_INDENT}" if indent is None else indent)
+        found += _wrap(line, width, first=start, later=f"{start}{_INDENT}" if indent is None else indent)
     return found
 
 
-def _words(text: str, width: int, *, first: str = "", later: str = "") -> list[str]:
+def _wrap(text: str, width: int, *, first: str = "", later: str = "") -> list[str]:
     lines = textwrap.wrap(
         _UNIT.sub(_NO_BREAK, text.strip()),
         max(width, 1),
@@ -101,7 +101,7 @@ def _least(column: Sequence[str], is_numeric: bool) -> int:
 def _lines(cells: Cells, widths: Sequence[int], numeric: tuple[int, ...]) -> list[str]:
     lines: list[str] = []
     for row in cells:
-        broken = [[text] if len(text) <= wide else _words(text, wide) for text, wide in zip(row, widths, strict=True)]
+        broken = [[text] if len(text) <= wide else _wrap(text, wide) for text, wide in zip(row, widths, strict=True)]
         for number in range(max(map(len, broken))):
             texts = (parts[number] if number < len(parts) else "" for parts in broken)
             padded = (

@@ -11,7 +11,7 @@ on CUDA; where an event has one state for all, the stream waits for the wrong th
 Streams, exactly:
 - The compute lane is the calling thread's current stream, looked up in each call, before any stream is switched.
 - Several compute streams: what one saves may be sent while another is current, and memory that the one frees goes to
-  the pool of the stream that allocated it, which nobody can be asked for. So once a second one was seen, a recording on
+  the pool of the stream that allocated it, which cannot be asked for. So once a second one was seen, a recording on
   the compute lane is one on each of them, and `wait(COMPUTE, out_event)` blocks the caller until the copy is complete:
   then the source may be reused by anyone. Until then one stream is all there is, and it waits by itself.
 - Memory comes from the allocator's pool of the compute stream (`new_buffer`), so a block freed by Python may be handed
@@ -117,7 +117,7 @@ class AcceleratorEngine(Engine):
     def allocate_visible(self, nbytes: int, tier: str) -> tuple[Slot, torch.Tensor]:
         if tier == "host":
             block = self._arena.allocate(nbytes, whole=True)
-            return Slot(tier, nbytes, block), block.pieces()[0]
+            return Slot(tier, nbytes, block), block.ranges()[0]
         slot = self.allocate(nbytes, tier)
         assert self._disk is not None
         return slot, torch.frombuffer(self._disk.view(slot.place, nbytes), dtype=torch.uint8)
@@ -128,7 +128,7 @@ class AcceleratorEngine(Engine):
 
     def in_place(self, slot: Slot) -> torch.UntypedStorage:
         assert slot.tier == "host", slot.tier
-        return self._ops.in_place(slot.place.pieces()[0])
+        return self._ops.in_place(slot.place.ranges()[0])
 
     def free(self, slot: Slot) -> None:
         if slot.tier == "host":
@@ -323,7 +323,7 @@ class AcceleratorEngine(Engine):
             ) from full
         self._stage_blocks.append(block)
         # A power of two is one piece of a slab, so all chunks of the ring are equal.
-        (piece,) = block.pieces()
+        (piece,) = block.ranges()
         return Staging(self._ops, self._lanes[lane].stream, disk, list(piece.split(STAGE_BYTES)))
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ def _mark(event: Event) -> Mark:
 def _pair_up(block: Block, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(host, device) parts of equal length, none longer than `COPY_BYTES`."""
     start = 0
-    for piece in block.pieces():
+    for piece in block.ranges():
         for host in piece.split(COPY_BYTES):
             yield host, data[start : start + host.numel()]
             start += host.numel()

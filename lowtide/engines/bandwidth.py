@@ -91,7 +91,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _measure(engine: Engine, device: torch.device) -> tuple[Link, bool]:
-    """And whether nobody else computed meanwhile."""
+    """And whether no other process computed meanwhile."""
     first = engine.probe_bandwidth(_PROBE_BYTES)
     if first.out_bytes_per_second == float("inf"):
         return Link(out_bytes_per_second=_NO_TIME, in_bytes_per_second=_NO_TIME), True

@@ -70,7 +70,7 @@ class HostEngine(Engine):
         self.trimmer = HeapTrimmer()
         self.leftovers: collections.deque = collections.deque()
         self._lanes = {lane: CopyLane(lane) for lane in (Lane.OUT, Lane.IN)}
-        self._touched: list[float] = []
+        self._fault_seconds: list[float] = []
         """Seconds a byte that the first probes of the bandwidth saw, where freed memory goes back to the system."""
         self._process_id = os.getpid()
         self._finalizer = weakref.finalize(self, _begin_close, self._lanes.values())
@@ -215,12 +215,12 @@ class HostEngine(Engine):
             if (error := self.failure(event)) is not None:
                 raise RuntimeError(f"bandwidth probe failed: {error}")
         rates = [sum(slot.nbytes for slot in outgoing) / (ends[lane] - started) for lane in (Lane.OUT, Lane.IN)]
-        if len(self._touched) < _NUM_TOUCHES:
-            self._touched.append(page_fault_seconds_per_byte() if self.trimmer.works else 0.0)
+        if len(self._fault_seconds) < _NUM_TOUCHES:
+            self._fault_seconds.append(page_fault_seconds_per_byte() if self.trimmer.works else 0.0)
         return Link(
             out_bytes_per_second=rates[0],
             in_bytes_per_second=rates[1],
-            page_fault_seconds_per_byte=statistics.median(self._touched),
+            page_fault_seconds_per_byte=statistics.median(self._fault_seconds),
         )
 
     def _check_process(self) -> None:

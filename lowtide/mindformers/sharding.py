@@ -157,21 +157,21 @@ def resharded(model: nn.Module, resolution: Resolution, layers: Sequence[str], u
     # In a stage of a pipeline, plans have the whole model's layer numbers, and names have the stage's own.
     recomputed = [(plan.index, name) for plan, name in zip(resolution.layers, layers, strict=True)
                   if plan.full_recompute]  # fmt: skip
-    if resolution.gathers_again is None or not recomputed:
+    if resolution.regathers is None or not recomputed:
         return []
     if not fsdp_modules(model):
         no_effect = f"no effect: {KEY_GATHERS}; no parameters are sharded by FSDP2 in this model"
-        return [no_effect] if resolution.gathers_again else []
+        return [no_effect] if resolution.regathers else []
     sharded = {index: fsdp_modules(model.get_submodule(name)) for index, name in recomputed}
     for module in (module for modules in sharded.values() for module in modules):
         for owner, name, value in after_forward(module):
             undo.callback(setattr, owner, name, value)
-        module.set_reshard_after_forward(resolution.gathers_again, recurse=False)
+        module.set_reshard_after_forward(resolution.regathers, recurse=False)
     notes = []
     untouched = [index for index, modules in sharded.items() if not modules]
     if untouched:
         notes.append(f"no effect: {KEY_GATHERS} in {layers_text(untouched)}; no module there is sharded by itself")
-    kept = [index for index, modules in sharded.items() if modules and not resolution.gathers_again]
+    kept = [index for index, modules in sharded.items() if modules and not resolution.regathers]
     if kept:
         notes.append(
             f"{KEY_GATHERS} is false: the gathered parameters of {layers_text(kept)} stay on the device from "

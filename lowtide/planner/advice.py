@@ -201,7 +201,7 @@ def _column(problem: Problem, curve: Sequence[int], there: tuple[int, int], has_
     return {
         WEIGHTS: state.parameters,
         STATE: state.optimizer - problem.state_bytes + here + slots,
-        OTHERS: state.buffers + state.inputs + state.others + state.rounding,
+        OTHERS: state.buffers + state.inputs + state.foreign + state.rounding,
         GRADIENTS: gradients,
         ACTIVATIONS: int(curve[tick]) - base - here,
         TEMPORARIES: base - slots - fixed - (0 if has_gradients else gradients),

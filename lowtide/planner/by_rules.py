@@ -31,7 +31,7 @@ from lowtide.core.fate import Fate
 from lowtide.core.profile import Profile
 from lowtide.core.rules import Rule, Rules
 from lowtide.planner.problem import Problem, fitting_min_bytes, make_problem
-from lowtide.planner.rerun_layers import can_rerun, run_again
+from lowtide.planner.rerun_layers import can_rerun, with_reruns
 from lowtide.planner.smaller import form_of, is_form, with_codecs
 from lowtide.planner.state_items import StateShares
 
@@ -60,7 +60,7 @@ def problem_of(
     the optimizer's state are its last items."""
     if layers is None:
         layers = layers_by_rule(profile, config)
-    whole = step = run_again(profile, layers, more_seconds=layer_seconds)
+    whole = step = with_reruns(profile, layers, more_seconds=layer_seconds)
     if shares is not None:
         step = shares.here(step, has_gradients=has_gradients)
         has_gradients &= not shares.frees_gradients

@@ -49,7 +49,7 @@ from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.place_state import batch_tokens, bucket_size, bucket_temporaries, refuse_without_effect
 from lowtide.planner.problem import Problem, added_gradients, new_gradients
-from lowtide.planner.space import Found
+from lowtide.planner.space import WayPlan
 from lowtide.planner.state_items import NAME, StateShares
 from lowtide.timeline.events import Timeline
 from lowtide.timeline.step import Item, Link, Visit
@@ -148,7 +148,7 @@ class UpdatesInBackward(StateShares):
             state=dataclasses.replace(
                 state,
                 gradients=left,
-                others=state.others + left * has_gradients,
+                foreign=state.foreign + left * has_gradients,
                 optimizer=state.optimizer - self.nbytes,
                 optimizer_movable=0,
                 optimizer_unit=0,
@@ -376,7 +376,7 @@ def _in_turn(updates: UpdatesInBackward, layers: Sequence[tuple[str, int]]) -> W
     return WeightsInTurn(**fields, layers=names, layer_bytes=sizes)
 
 
-def placement_of(found: Found, profile: Profile, link: Link, reason: str) -> WeightsPlacement:
+def placement_of(found: WayPlan, profile: Profile, link: Link, reason: str) -> WeightsPlacement:
     """Where a plan has the weights, and what that costs. `profile`: of the plain step."""
     shares, timeline, step = found.way.shares, found.timeline, found.problem.step
     total = sum(profile.layer_weights)

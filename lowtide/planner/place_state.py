@@ -29,7 +29,7 @@ from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.profile import Profile, StateBytes
 from lowtide.errors import ConfigError
-from lowtide.planner.space import Found
+from lowtide.planner.space import WayPlan
 from lowtide.planner.state_items import NAME, StateShares, split
 from lowtide.timeline.step import Link
 from lowtide.units import MIB, format_bytes
@@ -161,7 +161,7 @@ def refuse_without_effect(state: StateBytes, config: MemoryConfig) -> None:
         )
 
 
-def placed(found: Found, reason: str) -> tuple[OptimizerPlacement, StateSeconds]:
+def placed(found: WayPlan, reason: str) -> tuple[OptimizerPlacement, StateSeconds]:
     """Where the state is in this plan, and what it costs on its way; the played step is the only one that has all of
     that."""
     question, shares = found.way.question, found.way.shares
@@ -191,7 +191,7 @@ def placed(found: Found, reason: str) -> tuple[OptimizerPlacement, StateSeconds]
     return placement, seconds
 
 
-def shared_seconds(found: Found) -> float:
+def shared_seconds(found: WayPlan) -> float:
     """Of one micro-batch."""
     if found.way.shares is None or found.way.question.num_micro_batches == 1:
         return found.pass_seconds
@@ -199,7 +199,7 @@ def shared_seconds(found: Found) -> float:
     return found.pass_seconds - seconds.played + seconds.shared
 
 
-def _free_from(found: Found, moved_bytes: int, lanes: Mapping[tuple[str, bool], float]) -> int | None:
+def _free_from(found: WayPlan, moved_bytes: int, lanes: Mapping[tuple[str, bool], float]) -> int | None:
     """By time alone: so many tokens make forward and backward long enough, at the rate of these activations."""
     question, step = found.way.question, found.problem.step
     tokens = batch_tokens(question.profile)
@@ -213,7 +213,7 @@ def _free_from(found: Found, moved_bytes: int, lanes: Mapping[tuple[str, bool], 
     return math.ceil(share * tokens * question.num_micro_batches)
 
 
-def _moving(found: Found) -> tuple[int, int]:
+def _moving(found: WayPlan) -> tuple[int, int]:
     """Bytes of the shares that travel beside compute, and of those that come and go while the optimizer steps."""
     shares = found.way.shares
     assert shares is not None
@@ -224,7 +224,7 @@ def _moving(found: Found) -> tuple[int, int]:
     return beside, streamed
 
 
-def _lane_seconds(found: Found) -> Mapping[tuple[str, bool], float]:
+def _lane_seconds(found: WayPlan) -> Mapping[tuple[str, bool], float]:
     """By lane, and by whether it is the state that it works for."""
     seconds: dict[tuple[str, bool], float] = defaultdict(float)
     for event in found.events():
@@ -232,7 +232,7 @@ def _lane_seconds(found: Found) -> Mapping[tuple[str, bool], float]:
     return seconds
 
 
-def _state_seconds(found: Found, lanes: Mapping[tuple[str, bool], float]) -> StateSeconds:
+def _state_seconds(found: WayPlan, lanes: Mapping[tuple[str, bool], float]) -> StateSeconds:
     shares, question = found.way.shares, found.way.question
     assert shares is not None
     streamed = 0.0

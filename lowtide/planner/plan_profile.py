@@ -26,7 +26,7 @@ from lowtide.planner.min_peak import UNREACHABLE
 from lowtide.planner.place_state import StateSeconds, placed, shared_seconds, shares_allowed
 from lowtide.planner.problem import decisions
 from lowtide.planner.rerun_layers import call_seconds
-from lowtide.planner.space import Found, Question, Space, Way
+from lowtide.planner.space import Question, Space, Way, WayPlan
 from lowtide.planner.state_items import StateShares, split
 from lowtide.timeline.memory import plain_curve
 from lowtide.timeline.step import Item, Link
@@ -57,7 +57,7 @@ def plan_profile(
 
     `costs` are those of the runtime itself. `num_micro_batches` share what the optimizer's state costs on its way,
     where `config.optimizer` lets it travel. `with_floor`: as of `plan_within`.
-    Raises `BudgetError` when none fits, with the floor, and ways out unless nobody wants them; `changes` are more of
+    Raises `BudgetError` when none fits, with the floor, and suggestions if they are wanted; `changes` are more of
     them (advice.py).
     """
     budget = config.budget if budget_bytes is None else budget_bytes
@@ -164,7 +164,7 @@ def plan_within(space: Space, budget_bytes: int, *, with_floor: bool = True) -> 
     return _plan_of(found, placement, on_its_way, budget_bytes, **how)
 
 
-def _why_there(space: Space, found: Found, budget_bytes: int) -> str:
+def _why_there(space: Space, found: WayPlan, budget_bytes: int) -> str:
     """Why the optimizer's state is where it is."""
     question = space.question
     state, optimizer = question.profile.state, question.config.optimizer
@@ -184,7 +184,7 @@ def _why_there(space: Space, found: Found, budget_bytes: int) -> str:
 
 
 def _plan_of(
-    found: Found,
+    found: WayPlan,
     placement: OptimizerPlacement,
     on_its_way: StateSeconds,
     budget_bytes: int,
@@ -265,7 +265,7 @@ def _plan_of(
     )
 
 
-def _weights_of(found: Found, config: MemoryConfig) -> WeightsPlacement | None:
+def _weights_of(found: WayPlan, config: MemoryConfig) -> WeightsPlacement | None:
     if config.weights == "keep":
         return None
     moves = isinstance(found.way.shares, WeightsInTurn)
@@ -286,7 +286,7 @@ def _with_layers(rules: Rules, layers: tuple[str, ...]) -> Rules:
     return Rules((*rules.without_recompute().rules, *own))
 
 
-def _dropped(question: Question, found: Found) -> Iterator[SiteDecision]:
+def _dropped(question: Question, found: WayPlan) -> Iterator[SiteDecision]:
     """What goes with the layers that run again."""
     profile = question.profile
     there = {node.name for node in found.problem.profile.nodes}

@@ -157,8 +157,8 @@ def _tick_starts(profile: Profile, chosen: Iterable[int], sends: Sequence[int]) 
 def state_bytes(profile: Profile, *, has_gradients: bool = False) -> int:
     """Bytes that are on the device during the whole of forward and backward."""
     state = profile.state
-    gradients = state.gradients if has_gradients else 0
-    return state.parameters + state.buffers + state.optimizer + state.inputs + state.others + state.rounding + gradients
+    given = state.gradients if has_gradients else 0
+    return state.parameters + state.buffers + state.optimizer + state.inputs + state.foreign + state.rounding + given
 
 
 def op_base_bytes(profile: Profile, fixed: Mapping[int, bool], *, has_gradients: bool = False) -> np.ndarray:

@@ -55,7 +55,7 @@ class Relaxation:
     swap: Floats
     recompute: Floats
     keep: Floats
-    """One entry for each item; of a retained input that nobody needs all three are 0."""
+    """One entry for each item; of a retained input that is not needed all three are 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

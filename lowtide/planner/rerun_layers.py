@@ -1,6 +1,6 @@
 """Layers that are run again as a whole, from their kept or swapped inputs: a fate that a solved plan can have.
 
-What: `run_again` turns the profile of a step into that of the same step with some layers run again. The layer's forward
+What: `with_reruns` turns the profile of a step into that of the same step with some layers run again. Their forward
 operators stand a second time before the first backward operator that reads what the layer saved. What it saved is gone
 in between, and no node any more; what it was given stays, as a site that is read when the layer runs again. A solver
 then plans the rest as always. `choices` says which sets of layers are worth a try.
@@ -32,7 +32,7 @@ def can_rerun(profile: Profile) -> tuple[str, ...]:
     """Layers of which every call can be run again, and that save something beside their inputs, in order."""
     refused = {call.name for call in profile.calls if call.why_not}
     called = [call for call in profile.calls if call.end_op > call.first_op and call.name not in refused]
-    saving = {rerun.call.name for rerun in _Again(profile, called, 0.0).reruns.values()}
+    saving = {rerun.call.name for rerun in _RerunProfile(profile, called, 0.0).reruns.values()}
     return tuple(name for name in profile.layers if name in saving)
 
 
@@ -57,16 +57,16 @@ def call_seconds(profile: Profile, layer: str, more_seconds: float = 0.0) -> flo
     return sum(more_seconds + sum(profile.op_seconds[call.first_op : call.enough_op]) for call in calls)
 
 
-def run_again(profile: Profile, layers: Collection[str], *, more_seconds: float = 0.0) -> Profile:
+def with_reruns(profile: Profile, layers: Collection[str], *, more_seconds: float = 0.0) -> Profile:
     """The step in which every call of `layers` runs again before backward needs it. `more_seconds`: what a second run
     takes beside its operators."""
     own = [call for call in profile.calls if call.name in layers and call.end_op > call.first_op]
     if not own:
         return profile
-    return _Again(profile, own, more_seconds).profile()
+    return _RerunProfile(profile, own, more_seconds).profile()
 
 
-class _Again:
+class _RerunProfile:
     def __init__(self, profile: Profile, calls: Sequence[LayerCall], more_seconds: float) -> None:
         self.old = profile
         self.more_seconds = more_seconds

@@ -36,7 +36,7 @@ from lowtide.units import format_bytes, format_seconds, printed_up
 __all__ = ["Solution", "bound_of", "floor", "refusal", "solve"]
 
 GOOD_GAP = 1e-3
-"""Nobody measures a step this well; looking further is not worth the time."""
+"""No step is measured this well; looking further is not worth the time."""
 _ROUNDS = 4
 _RESERVES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Taken from the budget for rounding, in sizes of the largest item."""

@@ -117,7 +117,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class WayPlan:
     """A plan of one way. Seconds are of one step of one micro-batch."""
 
     way: Way
@@ -232,14 +232,14 @@ class Way:
     def _evaluator(self, limit_bytes: int) -> Evaluator:
         return Evaluator(self._arrays, self.question.link, limit_bytes, self.host_bytes)
 
-    def _found(self, outcome: Outcome, limit_bytes: int, *, pays: bool = True) -> Found:
+    def _way_plan(self, outcome: Outcome, limit_bytes: int, *, pays: bool = True) -> WayPlan:
         """The same with what it costs beside its timeline. `pays`: also what its way has a price for and it may not
         have, for that is another way's: else a larger budget, for which this one was not tried, could be slower."""
         assert outcome.timeline is not None
         question, problem = self.question, self.problem
         has_recipes = _has_recipes(problem, outcome.fates) or (pays and self._pays_for_recipes)
         swaps = Fate.SWAP in split(problem, outcome.fates)[0] or (pays and self._pays_for_swaps)
-        return Found(
+        return WayPlan(
             way=self,
             fates=outcome.fates,
             timeline=outcome.timeline,
@@ -248,19 +248,19 @@ class Way:
             page_fault_seconds=question.page_fault_seconds if swaps else 0.0,
         )
 
-    def all_kept(self) -> Found | None:
+    def all_kept(self) -> WayPlan | None:
         """With all kept that may be."""
         outcome = self._evaluator(self.kept[0]).play(self.kept[1])
-        return self._found(outcome, self.kept[0], pays=False) if outcome.fits else None
+        return self._way_plan(outcome, self.kept[0], pays=False) if outcome.fits else None
 
-    def within(self, budget_bytes: int, is_bounded: bool, least: Callable[[], float]) -> Iterator[Found]:
+    def within(self, budget_bytes: int, is_bounded: bool, least: Callable[[], float]) -> Iterator[WayPlan]:
         """Plans within the budget, as long as there may be a faster one than `least()` seconds says.
 
         `is_bounded`: no plan is faster than its program says.
         """
         number, last = bisect.bisect_right(self.limits, budget_bytes) - 1, len(self.limits) - 1
         if number == last:
-            yield from self._founds(self._outcome(last, least() if is_bounded else math.inf), last)
+            yield from self._way_plans(self._outcome(last, least() if is_bounded else math.inf), last)
         for upper in range(min(number + 1, last), 0, -1):
             if is_bounded:
                 self._outcome(upper, least())
@@ -268,17 +268,17 @@ class Way:
                     return  # below this limit nothing is faster
             for part in range(_NUM_PARTS):
                 if self._limit(upper - 1, part) <= budget_bytes:
-                    yield from self._founds(self._part(upper - 1, part), upper - 1, part)
+                    yield from self._way_plans(self._part(upper - 1, part), upper - 1, part)
 
     def _limit(self, number: int, part: int = 0) -> int:
         """Bytes: a limit, and so many parts of what it is to the next one."""
         low, high = self.limits[number], self.limits[min(number + 1, len(self.limits) - 1)]
         return low + (high - low) * part // _NUM_PARTS
 
-    def _founds(self, outcome: Outcome | None, number: int, part: int = 0) -> Iterator[Found]:
+    def _way_plans(self, outcome: Outcome | None, number: int, part: int = 0) -> Iterator[WayPlan]:
         """What came of a limit, if anything."""
         if outcome is not None:
-            yield self._found(outcome, self._limit(number, part))
+            yield self._way_plan(outcome, self._limit(number, part))
 
     def _part(self, number: int, part: int) -> Outcome | None:
         """The plan of a limit; between limits the best mixture of the plans of both, or that of the upper one with what
@@ -352,7 +352,7 @@ class Space:
     """See the module's text. `score` says how long a plan takes; it is never below what the plan's program says, but
     for several micro-batches that share what the optimizer's state costs."""
 
-    def __init__(self, question: Question, score: Callable[[Found], float]) -> None:
+    def __init__(self, question: Question, score: Callable[[WayPlan], float]) -> None:
         self.question = question
         self._score = score
         forced = layers_by_rule(question.profile, question.config)  # they run again in any case
@@ -408,11 +408,11 @@ class Space:
         evaluator = Evaluator(StepArrays.of(way.problem.step), self.question.link, budget_bytes, way.host_bytes)
         return refusal(evaluator, *way.floor, time_limit_seconds)
 
-    def fastest(self, budget_bytes: int) -> tuple[Found, float]:
+    def fastest(self, budget_bytes: int) -> tuple[WayPlan, float]:
         """The fastest plan within the budget, which is not below the floor; and, where it swaps nothing for the price
         of swapping, what the fastest that swaps takes beyond it."""
-        best: Found | None = None
-        swapping: Found | None = None
+        best: WayPlan | None = None
+        swapping: WayPlan | None = None
 
         def least() -> float:
             return math.inf if best is None else self._score(best)
@@ -427,14 +427,14 @@ class Space:
             return best, 0.0
         return best, max(0.0, swapping.pass_seconds - best.pass_seconds)
 
-    def _candidates(self, budget_bytes: int, least: Callable[[], float]) -> Iterator[Found]:
+    def _candidates(self, budget_bytes: int, least: Callable[[], float]) -> Iterator[WayPlan]:
         yield from self._kept_within(budget_bytes, least)
         for way in sorted(self.ways, key=lambda way: way.least_seconds):
             if way.least_seconds < least():
                 is_bounded = way.shares is None or self.question.num_micro_batches == 1
                 yield from way.within(budget_bytes, is_bounded, least)
 
-    def _kept_within(self, budget_bytes: int, least: Callable[[], float]) -> Iterator[Found]:
+    def _kept_within(self, budget_bytes: int, least: Callable[[], float]) -> Iterator[WayPlan]:
         """The fewest layers that leave room for everything else, as anybody could have it."""
         for shares in self.question.shares:
 
@@ -454,7 +454,7 @@ class Space:
             if way.least_seconds < least() and (found := way.all_kept()) is not None:
                 yield found
 
-    def bound_seconds(self, budget_bytes: int, best: Found) -> float:
+    def bound_seconds(self, budget_bytes: int, best: WayPlan) -> float:
         """No plan within the budget is faster, by the same model, than this or `best`."""
         seconds = best.step_seconds
         if self.question.num_micro_batches > 1 and self.question.shares != (None,):

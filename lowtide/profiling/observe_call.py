@@ -1,7 +1,7 @@
 """The step that one call of the model begins, observed.
 
 What: `observe_call` observes the step of a call whose loss is the model's own `.loss`, or else everything that it
-returns; a `Witness` says if the first real forward gives something else.
+returns; a `ObservedOutput` says if the first real forward gives something else.
 Cost: that of profiling/observe_step.py. Not covered: what the caller does with the output before backward begins.
 """
 
@@ -53,7 +53,7 @@ def observe_call(
     optimizer: torch.optim.Optimizer | None,
     *,
     is_inside: bool = False,
-    witness: Witness | None = None,
+    observed: ObservedOutput | None = None,
     use: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> Profile:
     """The profile of the step that `model(*args, **kwargs)` begins. Raises what the model raises.
@@ -62,7 +62,7 @@ def observe_call(
     gives back what the backward starts from. Absent: it calls, and starts from the model's loss or from all of it.
 
     `is_inside`: the call is under way, so the model's own hooks have had its inputs already, and run only once.
-    `witness` is shown what the forward gives or raises.
+    `observed` is shown what the forward gives or raises.
     """
     refuse_iterators(model, args, kwargs)
     has_cache = torch.is_autocast_cache_enabled()
@@ -72,15 +72,15 @@ def observe_call(
         try:
             return model(*args, **kwargs)
         except Exception as error:
-            if witness is not None:
-                witness.error = error
+            if observed is not None:
+                observed.error = error
             raise
 
     def pick(output: Any) -> Any:
         if use is not None:
             return output
-        if witness is not None:
-            witness.note(output)
+        if observed is not None:
+            observed.note(output)
         return loss_or_all(output)
 
     with (
@@ -88,7 +88,7 @@ def observe_call(
         _autocast_cache_left_alone(),
         # Those of its modules stay, which may change what it computes.
         items_set_aside([vars(model)[name] for name in _HOOKS] if is_inside else []),
-        contextlib.nullcontext() if witness is None else witness.watching(model),
+        contextlib.nullcontext() if observed is None else observed.watching(model),
     ):
         return observe(
             model,
@@ -97,11 +97,11 @@ def observe_call(
             needs_scalar=False,
             optimizer=optimizer,
             holds_casts=has_cache,
-            tell=None if witness is None else witness.tell,
+            tell=None if observed is None else observed.tell,
         )
 
 
-class Witness:
+class ObservedOutput:
     """What came out of the observed forward; what comes out of the first real one must be the same to the bit.
 
     Both start from the same inputs and, as far as lowtide can put it back, the same state. If they differ, there is

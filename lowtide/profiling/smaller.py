@@ -20,9 +20,9 @@ from lowtide.core.recipe import Codec
 from lowtide.engines.device_ops import TorchDevice
 from lowtide.profiling.op_timer import seconds_between, timing_mark
 from lowtide.tensors.codecs import (
+    always_fits,
     encode,
     encoded_bytes,
-    fits_unseen,
     kinds_below,
     kinds_of,
     num_operators,
@@ -45,15 +45,15 @@ _LEAST_BYTES = 1024
 def measured_codec(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int | None = None) -> Codec | None:
     """The smallest form that holds these bytes, and what it took; None where none is smaller. `limit`: elements are
     below it, and not below 0, whatever the step (recipes/graph.py)."""
-    kinds = kinds_of(dtype) if storage.device.type == "cpu" else _kinds_unseen(dtype, limit)
+    kinds = kinds_of(dtype) if storage.device.type == "cpu" else _kinds_by_dtype(dtype, limit)
     if storage.nbytes() < _LEAST_BYTES:
         return None
     with DisableTorchDispatch():
         return _measured(kinds, storage, dtype)
 
 
-def _kinds_unseen(dtype: torch.dtype, limit: int | None) -> tuple[str, ...]:
-    unseen = fits_unseen(dtype)
+def _kinds_by_dtype(dtype: torch.dtype, limit: int | None) -> tuple[str, ...]:
+    unseen = always_fits(dtype)
     return (unseen,) if unseen else kinds_below(dtype, limit)[:1]
 
 
@@ -88,12 +88,12 @@ def _round_trip(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) ->
 
 def traced_codec(nbytes: int, dtype: torch.dtype, hardware: Hardware, limit: int | None = None) -> Codec | None:
     """The form that a storage of `nbytes` fits whatever its values are; None where there is none. `limit` as above."""
-    kinds = _kinds_unseen(dtype, limit)
+    kinds = _kinds_by_dtype(dtype, limit)
     if not kinds or nbytes < _LEAST_BYTES:
         return None
     kind, count = kinds[0], nbytes // dtype.itemsize
     traffic, launches = _TRAFFIC * count, num_operators(count)
-    if kind != fits_unseen(dtype):
+    if kind != always_fits(dtype):
         # Read twice, for its extremes and to be narrowed; written and read; made again.
         traffic, launches = 3 * nbytes + 2 * encoded_bytes(kind, nbytes, dtype), _NARROWING
     moved = hardware.op_seconds(0.0, traffic, "float32")

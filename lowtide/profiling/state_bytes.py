@@ -21,7 +21,7 @@ byte; `rounding_bytes` bounds what all of it comes to at any moment of a step: e
 up to one grain more than its bytes. That step keeps everything that any plan keeps, so the most of it at any operator
 is a bound for every plan. Gradients and the optimizer's state are beside it: each parameter has one gradient, and up to
 four tensors of state or of the optimizer's temporaries. `fingerprint_bytes` is lowtide's own part: what a recipe makes
-is compared with a fingerprint of what was dropped, which is on the device. `other_bytes` is what the allocator has
+is compared with a fingerprint of what was dropped, which is on the device. `foreign_bytes` is what the allocator has
 given out when a model is first observed, less the blocks of what is known: batches that were put there before, a second
 model, results that the loop holds. Not covered: what an allocator gives out beyond its grain (CUDA leaves up to 1 MiB
 of a large block unsplit), which is measured and corrected (runtime/autopilot/measure.py); what comes to the device
@@ -297,7 +297,7 @@ def _fake_like(value: Any) -> Any:
 # -- what no observed step shows ---------------------------------------------------------------------------------------
 
 
-def other_bytes(
+def count_foreign_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, device: torch.device, read: Callable[[], Any]
 ) -> int:
     """Bytes on `device` that are none of these. `read` gives the allocator's count, or None where there is none."""

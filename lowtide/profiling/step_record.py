@@ -289,7 +289,7 @@ class CompiledCall:
         self._is_counting = begin_counting_allocations()
 
     def end(self) -> int:
-        """The most bytes that it held at once, more than when it began; 0 where nobody could count them."""
+        """The most bytes that it held at once, more than when it began; 0 where they could not be counted."""
         threads = end_counting_allocations(self._state.device.type) if self._is_counting else []
         self._aside.close()
         self._state.compiled = self._outer

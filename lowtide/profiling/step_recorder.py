@@ -8,7 +8,7 @@ everybody but autograd has let go of it, and is seen to come back when backward 
 Why record lifetimes and not sample bytes: bytes alive at operator `i` are those of storages with born <= i < dies, so
 every curve follows from the lifetimes, also that of a model whose equal layers ran only once (fake/expand_layers.py).
 
-A compiled part shows nobody its operators, so its call is put on record as one operator (`run_compiled`): what it was
+A compiled part does not show its operators, so its call is put on record as one operator (`run_compiled`): what it was
 given, what it saved and gave out, its time, and how many bytes it held at its worst moment beyond these (from the
 allocations that torch notes for its profilers). Each of its graphs is one operator more in backward, recorded by hooks
 on autograd's nodes. No recipe goes through a compiled part; what it gave out may start one. While it runs, the recorder

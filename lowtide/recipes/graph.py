@@ -11,7 +11,7 @@ indices may be stored in fewer bytes without a look at them (tensors/codecs.py),
 What an operator reads and writes comes from its schema, and where the schema does not say, from here. A recipe may run
 one again only if all that it reads can be given to it and all that it writes is the recipe's own. Three things are not
 in a schema: batch norms update running statistics, the older kind of collectives (`c10d`) writes into what it is given,
-and freshly allocated memory (`empty`) holds what was there before: nobody follows what is written to it since.
+and freshly allocated memory (`empty`) holds what was there before: what is written to it since is not followed.
 
 Cost: a walk over the arguments of one call. Not covered: side effects outside of tensors; what the numbers were;
 limits of indices that something wrote to after they were made, of masked or shifted ones, and of those that came with
@@ -115,7 +115,7 @@ class OpCall:
     seconds: float
     is_collective: bool
     temporary_bytes: int = 0
-    """What it held while it ran, beyond what it was given and gave out; 0 where nobody counts."""
+    """What it held while it ran, beyond what it was given and gave out; 0 where that is not counted."""
 
     def argument(self, name: str) -> Any:
         """The argument that the operator's schema calls `name`, or its default; None if the schema has none."""

@@ -27,7 +27,7 @@ from lowtide.core.text_table import plural
 from lowtide.errors import ConfigError
 from lowtide.mindformers.schema.aliases import ROLES
 from lowtide.planner.problem import make_problem
-from lowtide.planner.rerun_layers import can_rerun, run_again
+from lowtide.planner.rerun_layers import can_rerun, with_reruns
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import Lifetimes, StepArrays, floor_curve, plain_curve
 from lowtide.timeline.step import Link
@@ -71,7 +71,7 @@ def export(plan: Plan, system: str, profile: Profile, *, link: Link) -> str:
     how["budget_bytes"] = plan.budget_bytes or plan.predicted.peak_bytes
     played = [play_setting(setting, profile, **how) for setting in settings_for(system, plan, profile)]
     nearest = _nearest(played, how["budget_bytes"])
-    words = [f"# {line}" if line else "#" for line in _words(plan, system, profile, nearest)]
+    words = [f"# {line}" if line else "#" for line in _comment_lines(plan, system, profile, nearest)]
     return "\n".join([*words, *nearest.lines, ""])
 
 
@@ -89,7 +89,7 @@ def play_setting(
     """One step under a setting, on the timeline that plans are made on. Copies that block are there in full; others
     are fetched as early as `budget_bytes` allows."""
     swapped, made = set(setting.swapped), set(setting.made)
-    step_profile = run_again(profile, setting.layers)
+    step_profile = with_reruns(profile, setting.layers)
 
     def fate(name: str) -> Fate:
         return Fate.SWAP if name in swapped else Fate.RECOMPUTE if name in made else Fate.KEEP
@@ -291,7 +291,7 @@ _REMARKS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(e
 # -- what is lost --------------------------------------------------------------------------------------------------
 
 
-def _words(plan: Plan, system: str, profile: Profile, nearest: Setting) -> Iterator[str]:
+def _comment_lines(plan: Plan, system: str, profile: Profile, nearest: Setting) -> Iterator[str]:
     """The lines above the setting."""
     predicted, budget_bytes = plan.predicted, plan.budget_bytes
     assert predicted is not None
@@ -315,7 +315,7 @@ _DONE = {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}
 
 def _lost(plan: Plan, profile: Profile, setting: Setting) -> Iterator[str]:
     """Activations whose fate is another, the most bytes first; then what is no activation."""
-    step = run_again(profile, setting.layers)
+    step = with_reruns(profile, setting.layers)
     there = {node.name for node in step.nodes}
     groups: dict[tuple[str, str], list[SiteDecision]] = {}
     for site in plan.sites:

@@ -144,7 +144,7 @@ def play(
         starts=_starts(events, num_ticks, problem.step.num_forward_ticks),
         bytes_by_owner=_by_owner(problem.step, timeline, presences, num_ticks),
         step_seconds=timeline.step_seconds,
-        events=_named_again(events, problem, again, profile.layers),
+        events=_with_layer_names(events, problem, again, profile.layers),
         blocks=_shown(presences, num_ticks),
     )
 
@@ -169,7 +169,7 @@ def _plain_ticks(
     return (*seconds.tolist(), 0.0), (*plain.tolist(), int(by_tick[-1]))
 
 
-def _named_again(
+def _with_layer_names(
     events: Sequence[Event], problem: Problem, again: np.ndarray, layers: Sequence[str]
 ) -> tuple[Event, ...]:
     """What compute does, with second runs by the name of their layer."""

@@ -60,7 +60,7 @@ def report_of_handle(handle: Tide | Tides) -> Report:
                 is_without_temporaries=not audited_bytes and handle.engine.device_peak_bytes() is None,
             ),
             title=f"{name}: a run within {format_bytes(plan.budget_bytes or 0)}",
-            tables=(_figures(stats), *history_of(handle)),
+            tables=(_measured_table(stats), *history_of(handle)),
         )
     return _of_rules(name, plan, stats, max(stats.peak_device_bytes, audited_bytes))
 
@@ -80,11 +80,11 @@ def _of_rules(name: str, plan: Plan, stats: Stats, peak_bytes: int) -> Report:
         subtitle=f"{stats.num_forwards} forward passes. Rules predict nothing, so there is no clock to compare with.",
         tiles=tiles,
         plan=plan,
-        more_tables=(_figures(stats),),
+        more_tables=(_measured_table(stats),),
     )
 
 
-def _figures(stats: Stats) -> Table:
+def _measured_table(stats: Stats) -> Table:
     rows = (
         ("", "since the plan came into force"),
         ("forward passes", str(stats.num_forwards)),

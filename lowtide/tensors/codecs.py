@@ -19,8 +19,8 @@ Why numpy: torch took longer to launch operators and to wake its threads than fo
 beside another process, 0.05 now). And to ask for the number of threads, as torch's operators do, sets it in a new one.
 
 Why it is safe: whether values fit is looked at in each call on the host. On an accelerator a look would make the host
-wait. There only bool is stored smaller, which fits unseen (`fits_unseen`), and integers that are below a limit by what
-made them (indices of a max-pool): `Encoded.misfit` says on the device, for whoever asks later, whether some were not.
+wait. There only bool is stored smaller, which fits unseen (`always_fits`), and integers that are below a limit by what
+made them (indices of a max-pool): `Encoded.misfit` says on the device whether some were not, and may be read later.
 
 Cost: on one core 0.25 ns an element to encode two values and 0.13 ns to decode them, twice that where the bytes have
 left the cache. Beside the storage and its smaller form at most `work_bytes`, because all goes piece by piece: 16
@@ -43,8 +43,8 @@ BITS, TWO_VALUES = "bits", "two values"
 _NARROW = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
 KINDS = (BITS, TWO_VALUES, *_NARROW)
 
-_LEAST_PIECE = 1 << 14
-_MOST_PIECES = 16
+_LEAST_CHUNK = 1 << 14
+_MOST_CHUNKS = 16
 # A byte for each bit: 8 for a word, which is packed into one.
 _LANES = 8
 _GATHER = 0x0102040810204080
@@ -67,7 +67,7 @@ class Decoder(NamedTuple):
     num_elements: int
     """Of the storage."""
     numbers: tuple[int, ...] = ()
-    """Two values: the bit patterns of a zero and of a one, as integers of the element's width. Integers that nobody
+    """Two values: the bit patterns of a zero and of a one, as integers of the element's width. Integers that were not
     looked at: the least there is. What did not fit may have become negative; a kernel that reads it before the misfit
     is told must not leave its tensor."""
 
@@ -100,7 +100,7 @@ class Encoded(NamedTuple):
     """On an accelerator, where values may not fit: an int32 there, 1 if some did not. `data` is of no use then."""
 
 
-def fits_unseen(dtype: torch.dtype) -> str | None:
+def always_fits(dtype: torch.dtype) -> str | None:
     """The kind that every storage of this dtype fits, whatever its values; None where there is none."""
     return BITS if dtype is torch.bool else None
 
@@ -137,32 +137,32 @@ def work_bytes(kind: str, nbytes: int, dtype: torch.dtype) -> int:
     """Most bytes that encoding or decoding needs beside the storage and its smaller form."""
     assert kind in KINDS
     count, table = nbytes // dtype.itemsize, _BYTES * _LANES * (dtype.itemsize + 2) if kind in _WORK else 0
-    return _WORK.get(kind, 0) * min(_piece(count), -(-count // _LANES) * _LANES) + 8 * _LANES + table
+    return _WORK.get(kind, 0) * min(_chunk_length(count), -(-count // _LANES) * _LANES) + 8 * _LANES + table
 
 
 def num_operators(count: int) -> int:
     """Operators that encoding and decoding `count` bits launch."""
-    return 6 * -(-count // _piece(count)) + 8
+    return 6 * -(-count // _chunk_length(count)) + 8
 
 
 def encode(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> Encoded | None:
     """The smaller form of a whole storage, read as elements of `dtype`; None where it does not fit.
 
-    On the host every element is looked at. On an accelerator only a kind that `fits_unseen` may be asked for, or a
+    On the host every element is looked at. On an accelerator only a kind that `always_fits` may be asked for, or a
     narrower integer, whose `misfit` has to be read then. Runs on the current stream, below autograd and autocast.
     """
     nbytes = storage.nbytes()
     if nbytes == 0 or nbytes % dtype.itemsize or storage.data_ptr() % _LANES or kind not in kinds_of(dtype):
         return None
     is_host = storage.device.type == "cpu"
-    assert is_host or kind == fits_unseen(dtype) or kind in _NARROW
+    assert is_host or kind == always_fits(dtype) or kind in _NARROW
     with torch.no_grad(), DisableAutocast(), AutoDispatchBelowAutograd():
         count = nbytes // dtype.itemsize
         integers = torch.empty(0, dtype=_INTEGERS[dtype.itemsize], device=storage.device)
         elements = integers.set_(storage, 0, (count,), (1,))
         if not is_host:
             if kind in _NARROW:
-                return _narrowed_unseen(elements.view(dtype), kind)
+                return _narrowed_on_device(elements.view(dtype), kind)
             return Encoded(_bits_on_device(elements), Decoder(kind, dtype, count))
         if kind in _NARROW:
             data = _narrowed(elements.view(dtype), _NARROW[kind])
@@ -187,8 +187,8 @@ def _candidates(elements: NDArray[Any]) -> tuple[int, int]:
 
 def _packs(elements: NDArray[Any], zero: int, one: int, packed: NDArray[np.uint8]) -> bool:
     """Write a bit for each element that is `one`; whether all others are `zero`."""
-    is_one = np.empty(min(_piece(len(elements)), len(elements)), dtype=np.bool_)
-    for start, end in _pieces(len(elements)):
+    is_one = np.empty(min(_chunk_length(len(elements)), len(elements)), dtype=np.bool_)
+    for start, end in _chunks(len(elements)):
         piece, ones = elements[start:end], is_one[: end - start]
         np.equal(piece, one, out=ones)
         packed[start // _LANES : -(-end // _LANES)] = np.packbits(ones, bitorder="little")
@@ -208,7 +208,7 @@ def _unpack(packed: NDArray[np.uint8], out: NDArray[Any], zero: int, one: int) -
     table = np.where(is_one, one, zero).astype(out.dtype)
     num_whole, rest = divmod(len(out), _LANES)
     rows = out[: num_whole * _LANES].reshape(num_whole, _LANES)
-    for start, end in _pieces(num_whole * _LANES):
+    for start, end in _chunks(num_whole * _LANES):
         part = slice(start // _LANES, end // _LANES)
         np.take(table, packed[part], axis=0, out=rows[part], mode="clip")
     if rest:
@@ -230,7 +230,7 @@ def _narrowed(elements: torch.Tensor, narrow: torch.dtype) -> torch.Tensor | Non
 def _bits_on_device(bools: torch.Tensor) -> torch.Tensor:
     """The first of eight elements becomes the lowest bit (on a little-endian machine)."""
     packed = torch.empty(-(-len(bools) // _LANES), dtype=torch.uint8, device=bools.device)
-    for start, end in _pieces(len(bools)):
+    for start, end in _chunks(len(bools)):
         # Whatever a kernel takes for True is stored as 1.
         ones = bools[start:end].ne(0).view(torch.uint8)
         if rest := len(ones) % _LANES:
@@ -240,20 +240,20 @@ def _bits_on_device(bools: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _narrowed_unseen(elements: torch.Tensor, kind: str) -> Encoded:
+def _narrowed_on_device(elements: torch.Tensor, kind: str) -> Encoded:
     limits = torch.iinfo(_NARROW[kind])
     least, most = elements.aminmax()
     misfit = least.lt(limits.min).logical_or_(most.gt(limits.max)).to(torch.int32)
     return Encoded(elements.to(_NARROW[kind]), Decoder(kind, elements.dtype, len(elements), (0,)), misfit)
 
 
-def _piece(count: int) -> int:
+def _chunk_length(count: int) -> int:
     """Elements of one piece: a multiple of eight."""
-    return max(_LEAST_PIECE, -(-count // (_MOST_PIECES * _LANES)) * _LANES)
+    return max(_LEAST_CHUNK, -(-count // (_MOST_CHUNKS * _LANES)) * _LANES)
 
 
-def _pieces(count: int) -> Iterator[tuple[int, int]]:
-    step = _piece(count)
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    step = _chunk_length(count)
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -261,7 +261,7 @@ def _unpack_on_device(packed: torch.Tensor, out: torch.Tensor) -> None:
     """1 for each bit that is set, else 0: as many as `out` has elements."""
     words = torch.arange(_BYTES, device=out.device).mul_(_SPREAD).bitwise_and_(_OWN_BITS)
     table = words.view(torch.uint8).view(_BYTES, _LANES).ne(0).view(torch.uint8)
-    for start, end in _pieces(out.numel()):
+    for start, end in _chunks(out.numel()):
         rows = packed[start // _LANES : -(-end // _LANES)].to(torch.int32)
         num_whole, rest = divmod(end - start, _LANES)
         whole = out[start : end - rest].view(num_whole, _LANES)

@@ -186,7 +186,7 @@ class ForwardPatch:
         self.undo()
         self.around = self.weights = None
 
-    def again(self) -> ForwardPatch:
+    def reapply(self) -> ForwardPatch:
         """On top once more, after `undo`: the same object where it came off, since a call of the module that is under
         way has looked `forward` up before its hooks ran."""
         patch = self if self._came_off else ForwardPatch.__new__(ForwardPatch)

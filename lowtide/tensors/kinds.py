@@ -177,7 +177,7 @@ def versions_of_parameters(module: nn.Module) -> list[int]:
 
 
 def unregistered_in(module: nn.Module) -> list[nn.Module]:
-    """Modules that stand in a list, tuple, set or dictionary of a module's attributes and are nobody's children, as a
+    """Modules that stand in a list, tuple, set or dictionary of a module's attributes and are no children, as a
     teacher does that must not be trained or saved along."""
     held: list[nn.Module] = []
     for each in modules_of(module):

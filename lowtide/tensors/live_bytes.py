@@ -6,7 +6,7 @@ the operator's inputs and outputs are both alive. Why: predicted and measured pe
 the measurement. On a Llama of 91 M parameters it equals a counting C++ allocator to the byte.
 
 How a death is seen: a weak reference to the Python storage object. Torch keeps that object alive for as long as the
-bytes are, whoever holds them, and clears weak references only when they are freed: at once, and never too early.
+bytes are, by any holder, and clears weak references only when they are freed: at once, and never too early.
 Addresses are reused by the next storage, so a death is settled before an address is looked up again.
 
 Cost: about 6 us an operator. Not covered: memory inside an operator that is freed before it returns, and what an

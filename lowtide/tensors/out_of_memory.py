@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out, whoever was asked for it.
+"""Which errors say that memory ran out, of any allocator.
 
 Why by their text too: torch's allocator on the host raises a plain RuntimeError, and so do older accelerator plug-ins.
 """

@@ -1,7 +1,7 @@
 """Every private symbol of torch and transformers that lowtide uses, each under one public name.
 
 What: torch has no public way to say in which backward pass a thread is, what version a tensor has, or what hooks are
-active. Whoever needs one of these takes it from here; a test of the source forbids such names elsewhere. Each name says
+active. Code takes them from here; a test of the source forbids such names elsewhere. Each name says
 what it gives, and which public way is missing. Each has a test of what it means (tests/tensors/test_private.py); they
 were seen in torch 2.11 to 2.15 alike (`TESTED`).
 
@@ -237,7 +237,7 @@ def joint_gradient_hooks(tensor: torch.Tensor) -> list[Any]:
 
 
 INTERNAL_MODES = ("torch._", "torch.fx.")
-"""How the modules begin whose modes are torch's own machinery (fake tensors, tracing), and nobody's state."""
+"""How the modules begin whose modes are torch's own machinery (fake tensors, tracing), and no state of a model."""
 
 find("torch.nn.utils.parametrize._cache")
 
@@ -313,7 +313,7 @@ DisableAutocast: Callable[[], AbstractContextManager[Any]] = find("torch._C._Dis
 """A context in which operators pass over autocast, of whatever device. The public `autocast` is of one device."""
 
 AutoDispatchBelowAutograd: Callable[[], AbstractContextManager[Any]] = find("torch._C._AutoDispatchBelowAutograd")
-"""A context in which operators pass over autograd: no node, while gradients are on for whoever asks."""
+"""A context in which operators pass over autograd: no node, while gradients are on for code that asks."""
 
 are_transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active")
 """Whether this runs under a transform of `torch.func`. No public way to ask."""

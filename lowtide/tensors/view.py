@@ -142,7 +142,7 @@ def modified_error(tensor: torch.Tensor, size: torch.Size, now: int, then: int, 
 
     `tensor` gives dtype and device.
     """
-    name, hint = _plain_words(origin)
+    name, hint = _torch_names(origin)
     which = f", which is output {origin.output_nr} of {name}," if name else ""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -160,7 +160,7 @@ def _type_name(tensor: torch.Tensor) -> str:
     return name if kind in _RENAMED else f"{tensor.device.type.upper()}{kind}Type"
 
 
-def _plain_words(origin: TensorOrigin) -> tuple[str, str]:
+def _torch_names(origin: TensorOrigin) -> tuple[str, str]:
     """How this version of torch writes an operator's name, and its hint: learned by making it raise the error."""
     # In a thread of its own: here, saved-tensor hooks may be active, and with those there is no such error.
     with ThreadPoolExecutor(1) as thread:

@@ -1,7 +1,7 @@
 """Tensors that wrap others: what a functional collective gives out, and distributed tensors.
 
 What: torch has two wrappers whose bytes are ordinary tensors inside. `AsyncCollectiveTensor` is the result of a
-functional collective that may still be under way: whoever reads it waits first. `DTensor` is this rank's part of a
+functional collective that may still be under way: a read waits first. `DTensor` is this rank's part of a
 tensor that lies on several ranks. Both are taken apart here by torch's own protocol (`__tensor_flatten__`), and put
 together again from other tensors with the same bytes.
 Why these two and no other: their inner tensors say all that they are. A nested tensor also carries numbers that are

@@ -194,7 +194,7 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 
 
 def memory_of_hardware(hardware: Hardware) -> DeviceMemory:
-    """Of such a device, of which nobody has taken anything yet."""
+    """Of such a device, of which nothing is taken yet."""
     nbytes = hardware.memory_bytes
     return DeviceMemory(total_bytes=nbytes, free_bytes=nbytes, where=f"of {hardware.name}")
 

@@ -99,13 +99,16 @@ def _callback(**how: Any) -> TideCallback:
 
 HABITS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "all of them": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "precision": "bf16-mixed"},
     "accumulates": {"accumulate_grad_batches": 2},
     "clips": {"gradient_clip_val": 0.1},
     "bf16": {"precision": "bf16-mixed"},
 }
 
 
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(
+    "habit", ["plain", "all of them", *(pytest.param(habit, marks=pytest.mark.extended) for habit in [*HABITS][2:])]
+)
 def test_ten_steps_with_the_callback(habit: str, tmp_path: Path) -> None:
     plain, _ = _train(tmp_path, None, **HABITS[habit])
     swaps = {"swap": "all", "min_bytes": 0}

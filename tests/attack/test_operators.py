@@ -47,8 +47,9 @@ def test_operators_of_other_types_are_the_same_to_the_bit(dtype: torch.dtype) ->
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # engines know bytes, not operators; draws of the attack and models of the zoo use this one
 def test_operators_on_the_host_engine_are_the_same_to_the_bit() -> None:
-    # Every fourth; engines know bytes, not operators. `make attack` tries all of them.
+    # Every fourth. `make attack` tries all of them.
     found = sweep(ways=("host",), part=slice(1, None, 4))
     assert found.unexpected == []
     assert found.counts["host", "equal"] > 150

@@ -10,20 +10,7 @@ import torch
 from benchmarks.compiled_times import of_all, of_layers
 from lowtide.core.profile import Profile
 from lowtide.profiling.fake.trace import trace
-from lowtide.timeline.hardware import Hardware
-from lowtide.timeline.step import Link
-
-HARDWARE = Hardware(
-    name="cpu-like",
-    memory_bytes=2**30,
-    flops_per_second={"float32": 1e9, "bfloat16": 2e9},
-    attention={"flash": (1e9, 5e8), "efficient": (4e8, 2e8)},
-    ramp_tokens=0.0,
-    memory_bytes_per_second=1e9,
-    eager_bytes_per_second=1e9,
-    launch_seconds=1e-6,
-    link=Link(out_bytes_per_second=1e8, in_bytes_per_second=1e8),
-)
+from tests.support.profiles import ROUND_HARDWARE as HARDWARE
 
 
 class Gated(torch.nn.Module):

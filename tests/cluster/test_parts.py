@@ -12,7 +12,7 @@ from lowtide.cluster.layer import make_layer
 from lowtide.cluster.layout import Layout, schedules_of, split_layers
 from lowtide.cluster.rank import RankAtWorst, Stage, least_bytes, plan_rank
 from lowtide.cluster.shape import DENSE, MOE
-from lowtide.cluster.step import StageTimes, durations, step_parts
+from lowtide.cluster.step import StageTimes, durations, step_seconds_of
 from lowtide.core.fate import Fate
 from lowtide.pipeline.clock import play
 from lowtide.timeline.hardware import all_to_all_seconds, hand_over_seconds, load_cluster, ring_seconds
@@ -225,7 +225,7 @@ TIMES = StageTimes(forward=1.0, backward_input=1.0, backward_weight=1.0, exchang
 def test_a_long_step_is_the_short_one_and_more_of_the_same(schedule: str, num_micro_batches: int) -> None:
     layout = Layout(pipeline=4, interleave=1 if schedule == "1f1b" else 2, schedule=schedule, data=1)
     stages = tuple(dataclasses.replace(TIMES, forward=1 + 0.1 * (stage % 3)) for stage in range(layout.num_stages))
-    parts = step_parts(
+    parts = step_seconds_of(
         schedules_of(layout, num_micro_batches), stages, 0.1, num_micro_batches, transfer_seconds=0.05, gradients=2.0,
         optimizer=1.0,
     )  # fmt: skip
@@ -241,13 +241,13 @@ def test_a_long_step_is_the_short_one_and_more_of_the_same(schedule: str, num_mi
 
 def test_pairs_hide_the_all_to_all_and_slow_the_rest() -> None:
     layout = Layout(schedule="one_stage_overlap")
-    parts = step_parts(schedules_of(layout, 3), (TIMES,), 0.2, 3, transfer_seconds=0, gradients=0, optimizer=0)
+    parts = step_seconds_of(schedules_of(layout, 3), (TIMES,), 0.2, 3, transfer_seconds=0, gradients=0, optimizer=0)
     # A forward and a backward alone show their all-to-all; two pairs lose a fifth of a second a second.
     assert parts.compute == 9.0
     assert parts.exchange == pytest.approx(2 * 0.5 + 2 * 0.2 * 1.0)
     assert parts.bubble == pytest.approx(0)
     slow = (dataclasses.replace(TIMES, exchange=4.0),)
-    parts = step_parts(schedules_of(layout, 3), slow, 0.2, 3, transfer_seconds=0, gradients=0, optimizer=0)
+    parts = step_seconds_of(schedules_of(layout, 3), slow, 0.2, 3, transfer_seconds=0, gradients=0, optimizer=0)
     assert parts.total == pytest.approx(5.0 + 2 * 8.0 + 6.0)  # where the network is slower, it sets the pace
 
 

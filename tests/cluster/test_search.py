@@ -56,7 +56,7 @@ def test_the_fastest_layouts_are_those_of_brute_force(name: str) -> None:
     plan = found(asked)
     assert [entry.step_seconds for entry in plan.plans] == sorted(times.values())[: len(plan.plans)]
     assert plan.num_layouts - plan.num_too_large >= len(times) >= len(plan.plans) > 1
-    assert plan.unplanned_seconds is None
+    assert plan.bound_seconds is None
 
 
 def test_a_free_layout_is_never_slower_than_a_pinned_one() -> None:
@@ -92,16 +92,16 @@ def test_all_pinned_is_one_layout() -> None:
 def test_the_limit_of_the_search_is_said() -> None:
     plan = plan_cluster(question(**TIGHT), most_planned=1)
     assert plan.num_planned == len(plan.plans) == 1
-    assert plan.unplanned_seconds is not None
+    assert plan.bound_seconds is not None
 
 
 def test_dualpipe_is_dualpipev_on_half_of_the_ranks() -> None:
     common: dict[str, Any] = {"tensor": 1, "context": 1, "expert": 2}
     whole = found(question(**common, pipeline=4, data=2, schedule="dualpipe", optimizer_shards=4)).best
     half = found(question(**common, pipeline=2, data=4, schedule="dualpipev", optimizer_shards=4)).best
-    assert whole.parts.compute == half.parts.compute
+    assert whole.seconds.compute == half.seconds.compute
     assert whole.peak_bytes == half.peak_bytes
-    assert whole.parts.bubble == pytest.approx(half.parts.bubble, rel=1e-3)
+    assert whole.seconds.bubble == pytest.approx(half.seconds.bubble, rel=1e-3)
 
 
 def test_more_memory_is_never_slower_and_the_budget_holds() -> None:
@@ -238,7 +238,7 @@ def test_state_elsewhere_fits_where_it_does_not_and_costs_its_copies() -> None:
     assert swap.moved_bytes and not keep.moved_bytes
     assert max(rank.task.state_bytes for rank in keep.ranks) > max(rank.task.state_bytes for rank in swap.ranks)
     copies = swap.moved_bytes / min(link.in_bytes_per_second, link.out_bytes_per_second)
-    assert swap.parts.optimizer == pytest.approx(copies) and copies > keep.parts.optimizer
+    assert swap.seconds.optimizer == pytest.approx(copies) and copies > keep.seconds.optimizer
     assert auto.step_seconds == keep.step_seconds < swap.step_seconds  # there is room for all
     least = next(gib for gib in (2.0, 2.5, 3.0, 3.5, 4.0, 5.0) if _fits(question(**asked, budget_gib=gib), "auto"))
     assert not _fits(question(**asked, budget_gib=least), "keep")

@@ -98,12 +98,9 @@ def commands_of_the_readme() -> list[list[str]]:
     return [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
 
 
-@pytest.mark.slow
-def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Planning runs; that `train` and `report` do, on such a file, tests/report/test_run_folder.py shows."""
-    from lowtide.cli.main import main
+def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That `train` and `report` run on such files, tests/report/test_run_folder.py shows; plans, the test below."""
     from lowtide.cli.run_file import load_run
-    from lowtide.report import budget_sweep
 
     commands = commands_of_the_readme()
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -111,8 +108,9 @@ def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch, capsy
     *_, plan, report = [words[1:] for words in commands if words and words[0] == "lowtide"]
     (train,) = [words[2:] for words in commands if words[:2] == ["python", "-m"]]
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(budget_sweep, "_WAY_UP", (1.0, 0.0))  # two other budgets tell as much as six
-    assert main(plan) == 0
+    assert (plan[0], plan[2:]) == ("plan", ["--hardware", "h200"])
+    memory = load_run(plan[1]).memory
+    assert memory is not None and memory.has_budget
     run = load_run(train[1])
     assert (train[0], report[0], Path(report[1])) == ("examples.train", "report", run.output_dir)
     assert run.memory is not None and run.memory.has_budget

@@ -108,8 +108,8 @@ def test_dtypes_and_views_are_no_concern(engine, device, dtype):
 
 def test_slabs_are_pinned(engine):
     slot = engine.allocate(MIB, "host")
-    assert all(piece.is_pinned() for piece in slot.place.pieces())
-    assert all(piece.data_ptr() % 4096 == 0 for piece in slot.place.pieces())
+    assert all(piece.is_pinned() for piece in slot.place.ranges())
+    assert all(piece.data_ptr() % 4096 == 0 for piece in slot.place.ranges())
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -244,7 +244,7 @@ def test_an_event_behind_a_disk_write_covers_it_and_what_follows(held):
     assert not engine.cancel(engine.record(Lane.COMPUTE))
     disk.may_write.set()
     eventually(lambda: engine.query(event))
-    assert int(host.place.pieces()[0][0]) == 2
+    assert int(host.place.ranges()[0][0]) == 2
     assert engine.failure(event) is None
     assert engine.wait(Lane.COMPUTE, event) == 0.0
 
@@ -508,7 +508,7 @@ def test_blocks_in_several_pieces_come_back(seed, monkeypatch):
                 engine.free(held.pop(key)[0])
             continue
         source = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
-        most_pieces = max(most_pieces, len(slot.place.pieces()))
+        most_pieces = max(most_pieces, len(slot.place.ranges()))
         engine.copy_out(source.untyped_storage(), slot)
         held[number] = (slot, source)
         engine.wait(Lane.IN, engine.record(Lane.OUT))

@@ -49,4 +49,4 @@ def test_a_block_in_several_ranges_is_paired_byte_by_byte(monkeypatch: pytest.Mo
         for host, part in _pair_up(block, data):
             assert 0 < host.numel() == part.numel() <= 700
             host.copy_(part)
-        assert torch.equal(torch.cat(block.pieces()), data), f"seed {seed}"
+        assert torch.equal(torch.cat(block.ranges()), data), f"seed {seed}"

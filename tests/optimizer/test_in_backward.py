@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,22 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests.support.optimizer_zoo import Counted, assert_same, result_of, swapped
+from tests.support.optimizer_zoo import Counted, Tower, assert_same, result_of, swapped
 from tests.support.virtual_engine import VirtualEngine
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
-        self.head = nn.Linear(24, 24, bias=False)
-        self.head.weight = self.layers[0].weight
-
-    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number != skip:
-                x = layer(x).tanh()
-        return self.head(x)
 
 
 def _make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -39,6 +26,20 @@ def _make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "SGD":
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, foreach=True)
     return torch.optim.AdamW(groups, lr=1e-2, fused=kind == "fused")
+
+
+def _both() -> Iterator[tuple[Tower, torch.optim.Optimizer]]:
+    """To train plainly, then the same with updates in backward; in the end the results are the same to the bit."""
+    results = []
+    for engine in (None, VirtualEngine(2)):
+        torch.manual_seed(3)
+        model = Tower()
+        optimizer = _make("AdamW", model)
+        if engine:
+            swapped(optimizer, engine, overlap="in_backward")
+        yield model, optimizer
+        results.append(result_of(list(model.parameters()), optimizer))
+    assert_same(results[1], results[0])
 
 
 def _train(engine: Any, kind: str = "AdamW", dtype: torch.dtype = torch.float32) -> Any:
@@ -145,37 +146,21 @@ def test_state_that_was_replaced_between_steps_counts(change: Any) -> None:
 
 
 def test_gradients_that_were_kept_are_not_those_of_this_pass() -> None:
-    results = []
-    for engine in (None, VirtualEngine(2)):
-        torch.manual_seed(3)
-        model = Tower()
-        optimizer = _make("AdamW", model)
-        if engine:
-            swapped(optimizer, engine, overlap="in_backward")
+    for model, optimizer in _both():
         for step in range(6):
             model(torch.full((3, 24), 0.1 * step), skip=2 if step == 0 else -1).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        results.append(result_of(list(model.parameters()), optimizer))
-    assert_same(results[1], results[0])
 
 
 @pytest.mark.parametrize("to_none", [False, True])
 def test_what_a_step_does_not_use_is_stepped_as_plain_training_does(to_none: bool) -> None:
     """With gradients of zero where they are set to zero, as an expert without a token is; else not at all."""
-    results = []
-    for engine in (None, VirtualEngine(2)):
-        torch.manual_seed(3)
-        model = Tower()
-        optimizer = _make("AdamW", model)
-        if engine:
-            swapped(optimizer, engine, overlap="in_backward")
+    for model, optimizer in _both():
         for step in range(8):
             model(torch.full((3, 24), 0.1 * step), skip=step % 3 + 3 if step > 2 else -1).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
-        results.append(result_of(list(model.parameters()), optimizer))
-    assert_same(results[1], results[0])
 
 
 def test_state_that_is_replaced_while_a_step_is_under_way_is_refused() -> None:
@@ -510,13 +495,7 @@ def _by_hand(model: nn.Module) -> None:
 @pytest.mark.parametrize("gives", [_by_hand, lambda model: None])
 def test_a_step_without_a_backward_pass_takes_no_gradients_of_zero(gives: Any) -> None:
     """Gradients that are set by hand, or a batch that is skipped: no hook tells that `zero_grad()` was called."""
-    results = []
-    for engine in (None, VirtualEngine(2)):
-        torch.manual_seed(3)
-        model = Tower()
-        optimizer = _make("AdamW", model)
-        if engine:
-            swapped(optimizer, engine, overlap="in_backward")
+    for model, optimizer in _both():
         for step in range(4):
             model(torch.full((3, 24), 0.1 * step)).square().mean().backward()
             optimizer.step()
@@ -524,8 +503,6 @@ def test_a_step_without_a_backward_pass_takes_no_gradients_of_zero(gives: Any) -
             gives(model)
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result_of(list(model.parameters()), optimizer))
-    assert_same(results[1], results[0])
 
 
 @pytest.mark.parametrize("steps_at_once", [True, False])

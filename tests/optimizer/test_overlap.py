@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engines.base import Lane
-from tests.support.optimizer_zoo import assert_same, result_of, swapped
+from tests.support.optimizer_zoo import Tower, assert_same, result_of, swapped
 from tests.support.virtual_engine import VirtualEngine
 
 
@@ -45,26 +45,12 @@ class Falling(VirtualEngine):
         return in_use
 
 
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(8))
-        self.head = nn.Linear(24, 24, bias=False)
-        self.head.weight = self.layers[0].weight
-
-    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number != skip:
-                x = layer(x).tanh()
-        return self.head(x)
-
-
 def _train(
     engine: Any, steps: int = 8, accumulate: int = 1, *, before: Any = None, each: Any = None, **options: Any
 ) -> tuple[Any, list[int]]:
     """What training leaves, and how many buckets had been fetched when each step began. `before`: that of a step."""
     torch.manual_seed(3)
-    model = Tower()
+    model = Tower(8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     handle = swapped(optimizer, engine, **options) if engine else None
     if isinstance(engine, Falling):
@@ -167,7 +153,7 @@ def test_a_write_to_a_tensor_that_was_kept_since_before_the_fetch_counts() -> No
 
 def test_a_skipped_step_drops_what_was_fetched() -> None:
     torch.manual_seed(0)
-    model = Tower()
+    model = Tower(8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = VirtualEngine(2)
     handle = swapped(optimizer, engine, overlap="backward")
@@ -185,6 +171,6 @@ def test_auto_fetches_ahead_where_the_device_has_a_counter() -> None:
     engine = Counting(0)
     engine.in_use = 1
     for chosen, mode in ((engine, "backward"), (VirtualEngine(0), "step")):
-        handle = swapped(torch.optim.AdamW(Tower().parameters()), chosen)
+        handle = swapped(torch.optim.AdamW(Tower(8).parameters()), chosen)
         assert handle.stats.overlap == mode
         handle.detach()

@@ -7,7 +7,9 @@ import itertools
 import random
 
 from lowtide.core.fate import Fate
+from lowtide.planner.local_search import Evaluator
 from lowtide.planner.min_peak import UNREACHABLE, floor
+from lowtide.planner.solve import bound_of
 from lowtide.timeline.events import Timeline, run
 from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Item, Link, Step, Tick
@@ -184,3 +186,15 @@ def llama(num_layers: int = 32, num_parts: int = 1) -> Step:
 def llama_budget(step: Step, share: float) -> int:
     """What the stack needs beside activations, and this share of them."""
     return 128 * MIB + int(share * sum(item.nbytes for item in step.items))
+
+
+def assert_no_schedule_beats_the_bound(step: Step, link: Link) -> None:
+    """For three budgets, of 400 random schedules each."""
+    arrays, generator, num_played = StepArrays.of(step), random.Random(0), 0
+    for budget in (280 * MIB, 330 * MIB, 500 * MIB):
+        bound = bound_of(arrays, link, budget, None, 60.0)
+        for _ in range(400):
+            played = Evaluator(arrays, link, budget).play([generator.choice(item.fates) for item in step.items])
+            num_played += played.fits
+            assert not played.fits or played.seconds >= bound * (1 - 1e-9)
+    assert num_played > 100

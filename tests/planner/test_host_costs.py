@@ -12,7 +12,7 @@ from lowtide.core.profile import Profile
 from lowtide.core.recipe import Codec
 from lowtide.planner.by_rules import HOST_COSTS, NO_COSTS, HostCosts, charged
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.rerun_layers import run_again
+from lowtide.planner.rerun_layers import with_reruns
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.step import Link
 from tests.support import zoo
@@ -48,7 +48,7 @@ def test_each_recipe_and_codec_takes_as_much_longer_and_nothing_else_changes(pro
 
 def test_a_layer_that_runs_again_takes_as_much_longer(profile: Profile) -> None:
     first = profile.layers[0]
-    cheap, dear = (run_again(profile, [first], more_seconds=seconds) for seconds in (0.0, 2.0))
+    cheap, dear = (with_reruns(profile, [first], more_seconds=seconds) for seconds in (0.0, 2.0))
     assert sum(dear.op_seconds) - sum(cheap.op_seconds) == pytest.approx(2.0)
     assert dataclasses.replace(dear, op_seconds=cheap.op_seconds) == cheap
 

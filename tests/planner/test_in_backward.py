@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import numpy as np
 import pytest
@@ -21,13 +20,11 @@ from lowtide.planner.in_backward import (
     closed_buckets,
     updates_allowed,
 )
-from lowtide.planner.local_search import Evaluator
 from lowtide.planner.place_state import bucket_size
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.solve import bound_of
 from lowtide.report.played_step import play
-from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Link
+from tests.planner.cases import assert_no_schedule_beats_the_bound
 from tests.support.profiles import MIB, decoder_profile
 
 LINK = Link(out_bytes_per_second=20e9, in_bytes_per_second=20e9)
@@ -142,14 +139,7 @@ def test_no_schedule_beats_the_bound_of_a_step_with_visitors() -> None:
     profile = profile_of(2)
     updates = updates_allowed(profile, MEMORY, LINK, 1)[0]
     step = problem_of(profile, MEMORY, shares=updates).step
-    arrays, generator, num_played = StepArrays.of(step), random.Random(0), 0
-    for budget in (280 * MIB, 330 * MIB, 500 * MIB):
-        bound = bound_of(arrays, LINK, budget, None, 60.0)
-        for _ in range(400):
-            played = Evaluator(arrays, LINK, budget).play([generator.choice(item.fates) for item in step.items])
-            num_played += played.fits
-            assert not played.fits or played.seconds >= bound * (1 - 1e-9)
-    assert num_played > 100
+    assert_no_schedule_beats_the_bound(step, LINK)
 
 
 def test_micro_batches_are_refused_by_name() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
 
@@ -13,12 +12,10 @@ from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.by_rules import problem_of
 from lowtide.planner.in_backward import NUM_LAYERS_HERE, WEIGHTS, WeightsInTurn, weights_allowed
-from lowtide.planner.local_search import Evaluator
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.solve import bound_of
 from lowtide.report.played_step import play
-from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Item, Link
+from tests.planner.cases import assert_no_schedule_beats_the_bound
 from tests.support.profiles import MIB, decoder_profile
 
 LINK = Link(out_bytes_per_second=20e9, in_bytes_per_second=20e9)
@@ -126,14 +123,7 @@ def test_a_fast_link_hides_all_and_a_slow_one_is_waited_for() -> None:
 def test_no_schedule_beats_the_bound() -> None:
     profile = profile_of(2)
     step = problem_of(profile, memory(4096 * MIB), shares=in_turn(profile)).step
-    arrays, generator, num_played = StepArrays.of(step), random.Random(0), 0
-    for budget in (280 * MIB, 330 * MIB, 500 * MIB):
-        bound = bound_of(arrays, LINK, budget, None, 60.0)
-        for _ in range(400):
-            played = Evaluator(arrays, LINK, budget).play([generator.choice(item.fates) for item in step.items])
-            num_played += played.fits
-            assert not played.fits or played.seconds >= bound * (1 - 1e-9)
-    assert num_played > 100
+    assert_no_schedule_beats_the_bound(step, LINK)
 
 
 def test_an_optimizer_without_state_leaves_only_weights_to_move() -> None:

@@ -330,7 +330,7 @@ def test_a_plan_knows_everything_that_the_runtime_sees(name: str) -> None:
             warnings.simplefilter("error")
         torch.manual_seed(1)
         case.loss(model, batch).backward()
-        assert (tide.stats.num_unplanned, tide.stats.num_divergences) == (0, 0)
+        assert (tide.stats.num_unknown, tide.stats.num_divergences) == (0, 0)
 
 
 def test_what_backward_never_reads_is_listed_and_counted_once() -> None:
@@ -364,7 +364,7 @@ def test_what_is_first_saved_as_a_conjugate_is_not_decided_about() -> None:
     with lowtide.apply(model, halfway(profile), engine=virtual(2)) as tide:
         for _ in range(2):
             model(x).backward()
-        assert (tide.stats.num_unplanned, tide.stats.num_divergences) == (0, 0)
+        assert (tide.stats.num_unknown, tide.stats.num_divergences) == (0, 0)
 
 
 def test_a_buffer_that_the_forward_replaces_is_no_start_of_a_recipe() -> None:
@@ -415,7 +415,7 @@ def test_inputs_made_outside_have_the_name_that_the_runtime_gives_them(num_input
         for _ in range(2):
             found = torch.autograd.grad(loss(), list(model.parameters()))
             assert all(zoo.same_bits(a, b) for a, b in zip(found, truth, strict=True))
-        assert (tide.stats.num_unplanned, tide.stats.num_divergences) == (0, 0)
+        assert (tide.stats.num_unknown, tide.stats.num_divergences) == (0, 0)
 
 
 class _Asks(nn.Module):

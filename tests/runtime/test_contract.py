@@ -28,7 +28,7 @@ from lowtide.runtime.recompute import saves
 from lowtide.runtime.recompute import watch as state
 from lowtide.runtime.saved import handle
 from tests.support import two_ranks, zoo
-from tests.support.grid import one_of
+from tests.support.grid import in_turn, one_of
 from tests.support.virtual_engine import virtual
 
 KEEP = {"keep": ["layers"], "swap": "all", "min_bytes": 0}
@@ -806,13 +806,12 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("fate", [*FATES, *OUTPUTS])
-@pytest.mark.parametrize("life", LIVES, ids=[life.__name__.strip("_") for life in LIVES])
-def test_contract_06_unusual_lives_of_a_graph(fate: str, life: Callable[[nn.Module], list[Tensor]]) -> None:
+@pytest.mark.parametrize(("number", "fate"), in_turn(2, range(len(LIVES)), [*FATES, *OUTPUTS]))
+def test_contract_06_unusual_lives_of_a_graph(number: int, fate: str) -> None:
     model, twin = small(), small()
     # A schedule of the engine for each life; test_virtual_seeds.py has more of them.
-    with under(model, {**FATES, **OUTPUTS}[fate], virtual(LIVES.index(life))) as tide:
-        step_twice(model, twin, life, num=3)
+    with under(model, {**FATES, **OUTPUTS}[fate], virtual(number)) as tide:
+        step_twice(model, twin, LIVES[number], num=3)
         step_twice(model, twin, _input_grad, num=1)
         tide.settle()
         gc.collect()

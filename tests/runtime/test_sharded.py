@@ -183,7 +183,7 @@ def trains_within(rank: int, way: str, shares: tuple[float, ...]) -> list[dict[s
                 "audit": audit.peak_bytes,
                 "moved": stats.swapped_bytes,
                 "recomputed": stats.recomputed_bytes,
-                "misses": (stats.num_divergences, stats.num_unplanned),
+                "misses": (stats.num_divergences, stats.num_unknown),
             }
         )
     return found
@@ -204,7 +204,7 @@ def made_again(rank: int, way: str) -> dict[str, Any]:
     return {
         "bits": bits,
         "made": sorted(s.name for s in sites if s.recipe and any(e.kind == "parameter" for e in s.recipe.inputs)),
-        "misses": (stats.num_divergences, stats.num_unplanned),
+        "misses": (stats.num_divergences, stats.num_unknown),
         "refused": sorted(n.name for n in profile.nodes if n.why_no_recipe == "parameter sharded when it is read"),
     }
 

@@ -235,7 +235,7 @@ def test_sites_that_the_plan_does_not_know_are_kept_and_said() -> None:
     with lowtide.apply(model, plan, engine=virtual(0)) as tide:
         with pytest.warns(UserWarning, match="% of what it saved is not in the plan and is kept \\('layers.1"):
             got = gradients(model, rows())
-        assert tide.stats.num_unplanned > 0
+        assert tide.stats.num_unknown > 0
         assert tide.plan.sites[: len(plan.sites)] == plan.sites
         assert {site.reason for site in tide.plan.sites[len(plan.sites) :]} == {"the plan does not know it"}
     assert_plain(model, rows(), got)

@@ -33,7 +33,7 @@ LATE = {"swap": [{"match": "*", "prefetch": 0, "tier": "disk"}], "min_bytes": 0}
 TIGHT = {"swap": "all", "min_bytes": 0, "host_budget": 3000, "disk_budget": 2000}
 PLANS = (SWAP, BOTH, FAR, LATE, TIGHT)
 NUM_SCHEDULES = 2_000
-"""With those of `make test-extended`; `make test` runs a twentieth of them."""
+"""With those of `make test-extended`; `make test` runs one for each model."""
 SEEDS_A_TEST = NUM_SCHEDULES // (len(NAMES) * len(PLANS))
 NUM_FIRST = SEEDS_A_TEST // 20
 
@@ -75,7 +75,7 @@ def _num_owners() -> int:
     [range(NUM_FIRST), pytest.param(range(NUM_FIRST, SEEDS_A_TEST), marks=pytest.mark.extended)],
     ids=["first", "more"],
 )
-@pytest.mark.parametrize(("name", "plan"), in_turn(2, NAMES, range(len(PLANS))))
+@pytest.mark.parametrize(("name", "plan"), in_turn(5, NAMES, range(len(PLANS))))
 @pytest.mark.filterwarnings("ignore:lowtide. no room:UserWarning")
 def test_every_schedule_gives_the_same_bits(
     name: str, plan: int, numbers: range, record_property: Callable[[str, int], None]

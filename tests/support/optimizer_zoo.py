@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import lowtide
 from lowtide.optimizer.swap import OptimizerSwap
@@ -163,6 +164,22 @@ def train(case: Case, swap: Callable[[torch.optim.Optimizer], OptimizerSwap] | N
         handle.detach()
         assert_same(result_of(parameters, optimizer), result)
     return result
+
+
+class Tower(nn.Module):
+    """Layers of which a step may skip one; the first weight is the head's too."""
+
+    def __init__(self, num_layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(num_layers))
+        self.head = nn.Linear(24, 24, bias=False)
+        self.head.weight = self.layers[0].weight
+
+    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skip:
+                x = layer(x).tanh()
+        return self.head(x)
 
 
 def swapped(optimizer: torch.optim.Optimizer, engine: Any, **options: Any) -> OptimizerSwap:

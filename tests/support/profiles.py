@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from lowtide.core.profile import HiddenBytes, Profile, Site, StateBytes
 from lowtide.core.recipe import Geometry, Recipe, RecipeInput, RecipeStep, RetainedInput
+from lowtide.timeline.hardware import Hardware
+from lowtide.timeline.step import Link
 
 MIB = 1 << 20
 SECONDS = 1e-3
 OPS = ("norm.mul", "attn.sdpa", "mlp.gate.mm", "mlp.up.mm", "mlp.silu", "mlp.mul")
 MIBS = (32, 16, 56, 56, 56, 56)
 MAKES = {"norm.mul": ("input",), "mlp.silu": ("mlp.gate.mm",), "mlp.mul": ("mlp.silu", "mlp.up.mm")}
+
+ROUND_HARDWARE = Hardware(
+    name="cpu-like",
+    memory_bytes=2**30,
+    flops_per_second={"float32": 1e9, "bfloat16": 2e9},
+    attention={"flash": (1e9, 5e8), "efficient": (4e8, 2e8)},
+    ramp_tokens=0.0,
+    memory_bytes_per_second=1e9,
+    eager_bytes_per_second=1e9,
+    launch_seconds=1e-6,
+    link=Link(out_bytes_per_second=1e8, in_bytes_per_second=1e8),
+)
 
 
 def decoder_profile(num_layers: int = 4, *, hidden: bool = False, is_fake: bool = True) -> Profile:

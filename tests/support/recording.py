@@ -8,7 +8,8 @@ addresses are unique and nothing is ever mistaken for something else. For small 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from lowtide.profiling.producer_names import op_name
 from lowtide.recipes.build import Target
 from lowtide.recipes.graph import OpCall, Storage, Value
 from lowtide.tensors.kinds import is_plain
+from lowtide.tensors.wrappers import is_desugared
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -215,3 +217,20 @@ def record(
     recording = mode.finish(model)
     recording.held = mode.held  # type: ignore[attr-defined]
     return recording
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are issued, but those of the names in `skipped`."""
+
+    def __init__(self, skipped: Collection[str] = ()) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._skipped = skipped
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if is_desugared(types):
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        if "c10d" in func.namespace and "wait" not in name and "wrap" not in name and name not in self._skipped:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))

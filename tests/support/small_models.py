@@ -32,6 +32,19 @@ class Gated(nn.Module):
         return x + output
 
 
+class Residual(nn.Module):
+    """Three layers whose output is added to their input; the loss comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, 16) -> scalar
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
 class Normed(nn.Module):
     """A norm whose input nobody saves in the dtype that it has."""
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.tensors.codecs import KINDS, encode, encoded_bytes, fits_unseen, kinds_of, work_bytes
+from lowtide.tensors.codecs import KINDS, always_fits, encode, encoded_bytes, kinds_of, work_bytes
 from lowtide.tensors.live_bytes import LiveBytes
 from lowtide.tensors.view import byte_view
 
@@ -189,8 +189,8 @@ def test_the_host_launches_no_operator_that_asks_for_threads(kind: str) -> None:
 
 
 def test_kinds() -> None:
-    assert fits_unseen(torch.bool) == "bits"
-    assert fits_unseen(torch.float32) is None
+    assert always_fits(torch.bool) == "bits"
+    assert always_fits(torch.float32) is None
     assert kinds_of(torch.bool) == ("bits",)
     assert kinds_of(torch.complex64) == ()
     assert kinds_of(torch.int32) == ("two values", "uint8", "int16")

@@ -45,32 +45,32 @@ _APART_BYTES = 2**48
 """Between the places of two slabs in the range allocator: no slab is as long, so that none is another's neighbour."""
 
 
-Piece = tuple[torch.Tensor, int]
+Range = tuple[torch.Tensor, int]
 """A stretch of a slab, and its place in the range allocator, which has all slabs."""
 
 
 class Block:
-    """Bytes handed out by an arena. `pieces()` gives them as uint8 tensors in order, `nbytes` long together."""
+    """Bytes handed out by an arena. `ranges()` gives them as uint8 tensors in order, `nbytes` long together."""
 
-    __slots__ = ("_pieces", "nbytes")
+    __slots__ = ("_taken", "nbytes")
 
-    def __init__(self, nbytes: int, pieces: list[Piece]) -> None:
+    def __init__(self, nbytes: int, pieces: list[Range]) -> None:
         self.nbytes = nbytes
-        self._pieces: list[Piece] | None = pieces
+        self._taken: list[Range] | None = pieces
 
-    def pieces(self) -> list[torch.Tensor]:
+    def ranges(self) -> list[torch.Tensor]:
         """The block's memory. Valid until the block is freed; the caller keeps no slice beyond that."""
-        assert self._pieces is not None, "the block was freed"
-        ends = accumulate(memory.numel() for memory, _ in self._pieces)
+        assert self._taken is not None, "the block was freed"
+        ends = accumulate(memory.numel() for memory, _ in self._taken)
         # The last one may be longer, up to the alignment.
-        return [memory[: memory.numel() - max(0, end - self.nbytes)] for (memory, _), end in zip(self._pieces, ends)]
+        return [memory[: memory.numel() - max(0, end - self.nbytes)] for (memory, _), end in zip(self._taken, ends)]
 
     def part(self, start: int, nbytes: int) -> Block:
         """Some bytes of a block in one piece. Valid until the block is freed; it is not freed itself."""
-        assert self._pieces is not None, "the block was freed"
-        assert len(self._pieces) == 1
+        assert self._taken is not None, "the block was freed"
+        assert len(self._taken) == 1
         assert start + nbytes <= self.nbytes
-        return Block(nbytes, [(self._pieces[0][0][start : start + nbytes], 0)])
+        return Block(nbytes, [(self._taken[0][0][start : start + nbytes], 0)])
 
 
 class Arena:
@@ -130,9 +130,9 @@ class Arena:
 
     def free(self, block: Block) -> None:
         """Give a block back and merge its ranges with free neighbours. The slabs are kept for reuse; see `trim`."""
-        pieces = block._pieces
+        pieces = block._taken
         assert pieces is not None, "the block was freed before"
-        block._pieces = None
+        block._taken = None
         for memory, place in pieces:
             self.bytes_in_use -= memory.numel()
             self._ranges.free(place, memory.numel())
@@ -208,7 +208,7 @@ class Arena:
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
-    def _take(self, size: int) -> Piece:
+    def _take(self, size: int) -> Range:
         """A piece of `size`. The caller has checked that a free range holds it."""
         place = self._ranges.take(size)
         assert place is not None
@@ -216,7 +216,7 @@ class Arena:
         start = place % _APART_BYTES
         return self._slabs[place - start][start : start + size], place
 
-    def _gather(self, size: int) -> list[Piece]:
+    def _gather(self, size: int) -> list[Range]:
         """Pieces that are `size` long together, largest first. The caller has checked that they exist."""
         pieces = []
         while size > 0:

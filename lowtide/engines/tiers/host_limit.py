@@ -21,7 +21,7 @@ address; `npu-smi` does, where it is installed. `stay_on` binds the calling thre
 engines are bound (those that pin slabs and those that move bytes between pinned memory and disk), never the caller's.
 Why: memory on the far node costs a hop for every byte copied, and first touch decides where memory lies.
 Cost: three small files, once a device; a process for `npu-smi`. Not covered: systems without /sys (nothing happens);
-devices whose address nobody tells (`lowtide doctor` says so); several devices that share a node compete for its CPUs
+devices whose address is unknown (`lowtide doctor` says so); several devices that share a node compete for its CPUs
 as they would anyway.
 """
 
@@ -68,7 +68,7 @@ def cpus_at(properties: Any, root: Path = Path("/"), *, npu: int = 0) -> frozens
 
 
 def address_by_npu_smi(npu: int) -> str | None:
-    """The PCI address of one of the NPUs that this process sees; None where nobody tells."""
+    """The PCI address of one of the NPUs that this process sees; None where it is unknown."""
     command = shutil.which("npu-smi")
     visible = [number for number in os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",") if number]
     if command is None or (visible and npu >= len(visible)):

@@ -139,7 +139,7 @@ class Sections:
             warnings=issues.warnings,
             notes=issues.notes,
             prefetch_unit="layers" if is_newer else "operators",
-            gathers_again=recompute.gathers_again,
+            regathers=recompute.regathers,
             keeps_collectives=recompute.keeps_collectives,
             slices_inputs=recompute.slices_inputs,
         )

@@ -23,7 +23,7 @@ from lowtide.mindformers.schema.grid import Grid, Table
 from lowtide.mindformers.schema.issues import Issues, layers_text
 from lowtide.mindformers.schema.names import (
     LAYER,
-    Found,
+    PatternMatch,
     Tree,
     check,
     find,
@@ -85,7 +85,7 @@ class Resolution:
     """What has no effect here and why; nothing is wrong."""
     prefetch_unit: str = "operators"
     """What a prefetch distance counts: 'operators' of the backward pass, or 'layers'."""
-    gathers_again: bool | None = None
+    regathers: bool | None = None
     """Sharded parameters of recomputed layers are gathered again in backward; None: the file does not say."""
     keeps_collectives: bool = False
     """What collectives give in recomputed layers is kept, and they are not issued again."""
@@ -104,8 +104,8 @@ class Work:
     issues: Issues
     last_layer: int
     lines: list[str] = field(default_factory=list)
-    found: dict[tuple[str, int], Found] = field(default_factory=dict)
-    asked: dict[tuple[str, str], list[Found]] = field(default_factory=dict)
+    matches: dict[tuple[str, int], PatternMatch] = field(default_factory=dict)
+    matches_by_rule: dict[tuple[str, str], list[PatternMatch]] = field(default_factory=dict)
     """(path, pattern) -> what it named, layer by layer, in the layers where it applies."""
     lost: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """(path, sentence) -> layers in which a swap is undone."""
@@ -129,13 +129,13 @@ class Work:
             if (problem := check(pattern)) is not None:
                 self.issues.refuse(path, f"{problem}; write names with '\\.' between the levels: {pattern!r}")
 
-    def _find(self, pattern: str, layer: int, path: str, *, is_default: bool) -> Found:
+    def _find(self, pattern: str, layer: int, path: str, *, is_default: bool) -> PatternMatch:
         tree = self.trees[layer]
         key = (pattern, id(tree))
-        if key not in self.found:
-            self.found[key] = find(pattern, tree, is_default=is_default)
-        self.asked.setdefault((path, pattern), []).append(self.found[key])
-        return self.found[key]
+        if key not in self.matches:
+            self.matches[key] = find(pattern, tree, is_default=is_default)
+        self.matches_by_rule.setdefault((path, pattern), []).append(self.matches[key])
+        return self.matches[key]
 
     # ---- one layer
 
@@ -326,9 +326,9 @@ def head_lines(work: Work) -> list[str]:
 
 def report_patterns(work: Work) -> None:
     """Warnings about patterns that name nothing, or something else than they look like."""
-    defaults: dict[str, list[tuple[str, list[Found]]]] = {}
+    defaults: dict[str, list[tuple[str, list[PatternMatch]]]] = {}
     is_default = {(path, pattern): default for path, pattern, default in work.patterns()}
-    for (path, pattern), found in work.asked.items():
+    for (path, pattern), found in work.matches_by_rule.items():
         if is_default[path, pattern]:
             defaults.setdefault(path, []).append((pattern, found))
         else:
@@ -344,7 +344,7 @@ def report_lost(work: Work) -> None:
         work.issues.warn(path, sentence.format(layers=layers_text(layers)))
 
 
-def _report_pattern(work: Work, path: str, pattern: str, found: list[Found]) -> None:
+def _report_pattern(work: Work, path: str, pattern: str, found: list[PatternMatch]) -> None:
     readings = {one.reading for one in found}
     if readings == {"free"}:
         work.issues.note(f"no effect: {path} '{pattern}', because it is a view or a cast in PyTorch")

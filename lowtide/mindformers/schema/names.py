@@ -54,7 +54,7 @@ _REPEATS = (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PatternMatch:
     """Everything that a pattern names in one layer."""
 
     groups: tuple[tuple[str, ...], ...] = ()
@@ -112,7 +112,7 @@ def looks_like(one: str, other: str) -> bool:
     return len(ones) == len(others) and all(fits(a, b) or fits(b, a) for a, b in zip(ones, others, strict=True))
 
 
-def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
+def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> PatternMatch:
     """What `pattern` names in a layer with these names. `is_default`: the pattern is from a built-in list."""
     if tree is None:
         plain = _plain_levels(pattern)
@@ -120,19 +120,19 @@ def find(pattern: str, tree: Tree | None, *, is_default: bool = False) -> Found:
         known = [name for role in LLAMA for name in role.legacy if _names(parts, name)]
         names = known if known and any(re.escape(part) != part for part in parts) else [".".join(parts)]
         unknown = tuple((name,) for name in names)
-        return Found(groups=unknown, reading="plain dots" if plain else "exact")
+        return PatternMatch(groups=unknown, reading="plain dots" if plain else "exact")
     if groups := tuple(_walk(tree, levels(pattern), "")):
-        return Found(groups=groups)
+        return PatternMatch(groups=groups)
     plain = _plain_levels(pattern)
     if plain and (groups := tuple(_walk(tree, plain, ""))):
-        return Found(groups=groups, reading="plain dots")
+        return PatternMatch(groups=groups, reading="plain dots")
     parts = plain or levels(pattern)
     if names := _translate(parts, tree, is_default=is_default):
         groups = tuple((name,) for name in names)
-        return Found(groups=groups, reading="alias", translated=_as_upstream(parts, tree))
+        return PatternMatch(groups=groups, reading="alias", translated=_as_upstream(parts, tree))
     if family_of(tree) == "hf" and parts[-1] in FREE_OPS:
-        return Found(reading="free")
-    return Found(reading="nothing")
+        return PatternMatch(reading="free")
+    return PatternMatch(reading="nothing")
 
 
 def find_whole(expression: str, tree: Tree | None) -> list[str]:

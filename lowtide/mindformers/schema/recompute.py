@@ -291,7 +291,7 @@ class Recompute:
     """(key, pattern) that an exclude took out, in the order in which it happened."""
     takes_modules: bool = False
     """All keys take modules and act while swap is on, as in the newer schema."""
-    gathers_again: bool | None = None
+    regathers: bool | None = None
     """`parallel_optimizer_comm_recompute`; None: not written."""
     slices_inputs: bool = False
     """`recompute_slice_activation`, where it has an effect."""
@@ -341,7 +341,7 @@ def read_recompute(config: object, grid: Grid, *, swap: bool, family: str, issue
         full=full,
         by_key=by_key,
         removed=tuple(removed),
-        gathers_again=values[key] if is_written else None,
+        regathers=values[key] if is_written else None,
         slices_inputs=slices_inputs,
         keeps_collectives=keeps_collectives,
     )

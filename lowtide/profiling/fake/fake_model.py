@@ -110,7 +110,7 @@ def without_numbers(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 def lend(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Make the model's parameters and buffers fake. Whoever has a snapshot of it puts them back."""
+    """Make the model's parameters and buffers fake. The owner of a snapshot puts them back."""
     fakes: dict[int, torch.Tensor] = {}
     for module in model.modules():
         flat = flat_weights(module) if isinstance(module, nn.RNNBase) else []

@@ -46,7 +46,7 @@ from lowtide.engines.base import Engine, EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
 from lowtide.errors import BudgetError, NothingToTrainError, RecomputeRefusedError
 from lowtide.profiling.layers import find_layers, named_layers
-from lowtide.profiling.state_bytes import other_bytes
+from lowtide.profiling.state_bytes import count_foreign_bytes
 from lowtide.runtime.autopilot.facts import Facts, OpenPasses, SteppingOptimizers, what_failed
 from lowtide.runtime.autopilot.measure import Correction, StepWatch
 from lowtide.runtime.autopilot.model_state import ModelState
@@ -70,7 +70,7 @@ NUM_REVIEWS = 2
 """So many planned steps are compared with their prediction."""
 _TIGHTER = 0.9
 _MOST_UNSEEN = 4
-"""So often a step is observed because others were saved, and nobody knows why."""
+"""So often a step is observed because other tensors were saved, for no known reason."""
 CHANGED = "the model changed: "
 """How the event of a plan for another state of the model begins."""
 ACCUMULATES = "gradients stay"
@@ -183,12 +183,12 @@ class Autopilot:
         that would cost bits."""
         tide, has_diverged = self._tides.tide, self._has_diverged
         self._has_diverged = False
-        if not has_diverged or tide is None or self.model_state.num_unseen >= _MOST_UNSEEN:
+        if not has_diverged or tide is None or self.model_state.num_uncompared_changes >= _MOST_UNSEEN:
             return
         failed, refused, _ = what_failed(tide, self.planner.facts)
         is_known = failed or refused or has_company(self.planner.consensus.group)
         if not (is_known or why_not_rerun(self._tides.model, (), {})):
-            self.model_state.num_unseen += 1
+            self.model_state.num_uncompared_changes += 1
 
     def _replan_for_all(self) -> None:
         """What a step has shown about all plans."""
@@ -231,7 +231,7 @@ class Autopilot:
             return {}
         shape.profile = dataclasses.replace(shape.profile, state=dataclasses.replace(state, optimizer=here_bytes))
         is_joint = self._decide(f"state {here_bytes}")
-        self._replace(shape, self.planner.again(shape, is_joint=is_joint))
+        self._replace(shape, self.planner.replan(shape, is_joint=is_joint))
         return {"why": f"{CHANGED}its optimizer has more state", "start": start}
 
     def _observe(self, key: ShapeBucket, args: tuple, kwargs: dict) -> None:
@@ -251,12 +251,12 @@ class Autopilot:
         self.key = None
         if self._foreign_bytes is None:
             of = (self._tides.model, self._tides.placed.optimizer, (args, kwargs), device_of(self._tides.model))
-            self._foreign_bytes = other_bytes(*of, self._tides.engine.device_bytes)
+            self._foreign_bytes = count_foreign_bytes(*of, self._tides.engine.device_bytes)
             self._warn_of_other_models()
         buckets, foreign_bytes = [key], self._foreign_bytes
 
         def planned(profile: Profile) -> ShapePlan:
-            profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, others=foreign_bytes))
+            profile = dataclasses.replace(profile, state=dataclasses.replace(profile.state, foreign=foreign_bytes))
             self.planner.measure_link()
             is_first = not self.table
             if is_first:
@@ -390,7 +390,7 @@ class Autopilot:
             shape.profile = correction.profile or shape.profile
             self.planner.know(link=correction.link or self.planner.facts.link)
         try:
-            plan = self.planner.again(shape, is_joint=self.planner.consensus.is_together)
+            plan = self.planner.replan(shape, is_joint=self.planner.consensus.is_together)
         except BudgetError as error:
             needed_bytes = error.floor_bytes + shape.unforeseen_bytes
             shape.unforeseen_bytes, shape.profile, self.planner.facts = before
@@ -473,12 +473,12 @@ class Autopilot:
             is_joint = bool(shapes) and self._decide(why)
             if self.planner.facts.num_passes > 1 and why != SEVERAL_PASSES:
                 self.planner.make_room(shapes, self._passes.output_bytes)
-            plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
+            plans = [self.planner.replan(shape, is_joint=is_joint) for shape in shapes]
             more_bytes = self._spill_open_passes(shapes, plans) if is_open else 0
             self._holds_more = more_bytes > 0
             if self._holds_more:
                 self.planner.know(beside_bytes=self.planner.facts.beside_bytes + more_bytes)
-                plans = [self.planner.again(shape, is_joint=is_joint) for shape in shapes]
+                plans = [self.planner.replan(shape, is_joint=is_joint) for shape in shapes]
         except BudgetError:
             self.planner.facts = before
             raise
@@ -507,7 +507,7 @@ class Autopilot:
             LOG.info("lowtide: %d layers cannot be run again: %s", len(refused), why)
         is_joint = self._decide(f"{UNSTEADY} {len(unsteady)} {len(layers)}")
         try:
-            plan = self.planner.again(shape, is_joint=is_joint)
+            plan = self.planner.replan(shape, is_joint=is_joint)
         except BudgetError:
             self.planner.facts = before  # so that the next forward is refused as well
             raise

@@ -61,8 +61,8 @@ class Facts:
     def known_to(self, profile: Profile) -> Profile:
         """The profile with the bytes that are known beside it."""
         state = self.with_optimizer(profile.state)
-        foreign_bytes = state.others + self.beside_bytes
-        return dataclasses.replace(profile, state=dataclasses.replace(state, others=foreign_bytes))
+        foreign_bytes = state.foreign + self.beside_bytes
+        return dataclasses.replace(profile, state=dataclasses.replace(state, foreign=foreign_bytes))
 
 
 class OpenPasses:

@@ -45,7 +45,7 @@ class ModelState:
         self._model = model
         self.num_structures = 0
         """How often submodules were added, replaced or removed."""
-        self.num_unseen = 0
+        self.num_uncompared_changes = 0
         """How often steps have shown another state, in something that is not compared."""
         self.why = ""
         """In which way the last state is another one than that before it, in words."""
@@ -54,7 +54,7 @@ class ModelState:
         """Settings that decide nothing: whose, and which."""
         self._number_of: dict[tuple, int] = {}
         self._read()
-        self._now = self._found()
+        self._now = self._read_state()
         self._number = self._note()
 
     @property
@@ -69,7 +69,7 @@ class ModelState:
         if len(below) != len(self._below) or not all(map(is_, below, self._below)):
             self._read()
             self.num_structures += 1
-        now = self._found()
+        now = self._read_state()
         if now != self._now:
             self.why = self._difference(self._now, now)
             self._now = now
@@ -118,11 +118,11 @@ class ModelState:
         self._places[0].extend([owner] * len(names))
         self._places[1].extend(names)
 
-    def _found(self) -> tuple[Any, ...]:
+    def _read_state(self) -> tuple[Any, ...]:
         parameters = chain.from_iterable(map(dict.values, self._parameters))
         trained = tuple([(p.requires_grad, p.dtype) for p in parameters if p is not None])
         hooks = tuple([(number, *codes) for number, own in enumerate(self._hooks) if own and (codes := _codes(own))])
-        return self.num_structures, trained, hooks, self._settings(), attention_kernels(), self.num_unseen
+        return self.num_structures, trained, hooks, self._settings(), attention_kernels(), self.num_uncompared_changes
 
     def _settings(self) -> tuple[Any, ...]:
         found = tuple(map(dict.get, *self._places))

@@ -37,7 +37,7 @@ from lowtide.loss.attach import attach_where
 from lowtide.planner.by_rules import HOST_COSTS
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.problem import op_base_bytes, state_bytes
-from lowtide.planner.rerun_layers import run_again
+from lowtide.planner.rerun_layers import with_reruns
 from lowtide.planner.smaller import form_of
 from lowtide.runtime.autopilot.facts import Facts
 from lowtide.runtime.session.consensus import PlanConsensus, agreed
@@ -168,7 +168,7 @@ class Planner:
         # With other shapes the first rank's plan is not one for this rank.
         return common if plan is None or self.consensus.is_together else plan
 
-    def again(self, shape: ShapePlan, *, is_joint: bool) -> Plan:
+    def replan(self, shape: ShapePlan, *, is_joint: bool) -> Plan:
         """Another plan for the same shapes, with what is known by now. Raises BudgetError where none will do."""
         return self.agreed(shape.profile, self.budget_for(shape), is_joint=is_joint)
 
@@ -296,7 +296,7 @@ def _least_bytes(profile: Profile, plan: Plan) -> int:
     """The most that is on the device beside what is held for backward: state, all gradients, temporaries, what an
     operator of forward has just made, and what one of backward needs at once. So much is taken in a step of any length
     that consists of the same operators, in whatever order."""
-    profile = run_again(profile, plan.rules.rerun(plan.layers))
+    profile = with_reruns(profile, plan.rules.rerun(plan.layers))
     recipes = {site.name: site.recipe for site in plan.sites if site.fate is Fate.RECOMPUTE and site.recipe is not None}
     num_ops = len(profile.op_seconds)
     need = {node.name: node.reads[0] if node.reads else num_ops for node in profile.nodes}

@@ -64,7 +64,7 @@ class PlanContext:
     """What collectives give in recomputed layers is kept, and they are not issued again."""
     slices: Callable[..., Any] | None = None
     """Gives a handle with a slice of an input of a recomputed layer, where that can be; None: inputs are kept whole."""
-    unplanned: dict[str, int] = field(default_factory=dict)
+    unknown_site_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of the sites that a solved plan does not know, by name."""
 
     @property

@@ -176,8 +176,8 @@ class FirstForward:
         node = nodes.get(name)
         if node is None:
             entry.is_planned = False
-            if entry.is_counted and nbytes and name not in self._context.unplanned:
-                self._context.unplanned[name] = nbytes
+            if entry.is_counted and nbytes and name not in self._context.unknown_site_bytes:
+                self._context.unknown_site_bytes[name] = nbytes
             return
         node.was_seen = True
         is_start = node.is_input and (entry.is_counted or entry.decision.fate is Fate.SWAP)
@@ -228,11 +228,11 @@ def warn_about_other_sites(context: PlanContext) -> None:
     wrong = [node.name for node in planned if node.has_failed and not node.is_encoded]
     whole = [node.name for node in planned if node.has_failed and node.is_encoded]
     saved_bytes = sum(site.nbytes for site in context.sites.values())
-    unplanned_bytes = sum(context.unplanned.values())
+    unknown_bytes = sum(context.unknown_site_bytes.values())
     parts = []
-    if unplanned_bytes > _UNPLANNED_SHARE * saved_bytes:
-        largest = sorted(context.unplanned, key=lambda name: -context.unplanned[name])
-        share = 100 * unplanned_bytes / saved_bytes
+    if unknown_bytes > _UNPLANNED_SHARE * saved_bytes:
+        largest = sorted(context.unknown_site_bytes, key=lambda name: -context.unknown_site_bytes[name])
+        share = 100 * unknown_bytes / saved_bytes
         parts.append(f"{share:.0f} % of what it saved is not in the plan and is kept ({_some(largest)})")
     if absent:
         parts.append(f"it did not save what the plan wants swapped or recomputed ({_some(absent)})")

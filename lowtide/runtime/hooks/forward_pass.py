@@ -127,7 +127,7 @@ class ForwardPass:
             self.at = outer
 
     def run_compiled(self, name: str, call: Callable, args: tuple, kwargs: dict) -> Any:
-        """A compiled part of the model: nobody watches its operators, only what it saves passes by here."""
+        """A compiled part of the model: its operators are not watched, only what it saves passes by here."""
         if self.departures.is_any:
             self.departures.keep_time(ahead=1)
         outer, self._is_compiled = self._is_compiled, True
@@ -203,7 +203,7 @@ class ForwardPass:
                 if is_same_producer(entry.producer, type(grad_fn)):
                     return self._carry_out(Saved(tensor, grad_fn, self.context.scheduler.engine.device), entry)
         self._miss()
-        return self._unplanned(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
+        return self._unknown(Saved(tensor, grad_fn, self.context.scheduler.engine.device))
 
     def _pack_wrapped(self, tensor: torch.Tensor) -> Any:
         """A distributed tensor, or the result of a collective: the plain tensor inside has a fate like any other."""
@@ -227,7 +227,7 @@ class ForwardPass:
         self.at.recording.append(entry)
         return self._carry_out(saved, entry)
 
-    def _unplanned(self, saved: Saved) -> Any:
+    def _unknown(self, saved: Saved) -> Any:
         """A tensor that is not in the table: swapped if its whole layer is, else kept."""
         fallback = self.at.layer.fallback
         # Without a gradient history the cast of a frozen weight looks like a mask: keep both.
@@ -408,7 +408,7 @@ class ForwardPass:
 
     def close(self, *, is_complete: bool) -> None:
         """The forward is over, to its end if `is_complete`. Starts the copies that are left, and forgets dropped
-        outputs that nobody saved."""
+        outputs that were not saved."""
         with disable_current_modes():
             self.departures.close()
         self.regions.close()

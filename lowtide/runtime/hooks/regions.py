@@ -131,7 +131,7 @@ class Regions:
         return found[2]
 
     def close(self) -> None:
-        """The forward is over: forget outputs that nobody saved."""
+        """The forward is over: forget outputs that were not saved."""
         self._outputs.clear()
         self._parts.clear()
 

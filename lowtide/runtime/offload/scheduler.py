@@ -13,7 +13,7 @@ The rules (each of them broken has given a wrong gradient somewhere):
 - a copy in waits for the compute lane that freed its buffer's memory, and for the site's own copy out;
 - every reader waits for the copy in, on its own compute lane;
 - a slot, and a buffer that a copy is filling, belong to the scheduler until the engine says that the copy is complete,
-  even if nobody else holds them any more; if the scheduler dies before that, they pass to the engine, and the engine's
+  even if nothing else holds them any more; if the scheduler dies before that, they pass to the engine, and the engine's
   next scheduler frees them;
 - with several compute streams a buffer is used only on the stream whose pool it came from: a fetch ahead of need runs
   on the stream that will read it, and a reader on another stream than the site's gets a buffer of its own. The engine
@@ -523,7 +523,7 @@ class OffloadScheduler:
         return True
 
     def _note_read(self, copy: Copy) -> None:
-        """If it was fetched ahead it has been read, or nobody will read it: it no longer counts in the window."""
+        """If it was fetched ahead it has been read, or never will be: it no longer counts in the window."""
         if copy.is_ahead:
             copy.is_ahead = False
             self.window.ahead_bytes -= copy.nbytes
@@ -575,7 +575,7 @@ class OffloadScheduler:
                 self.lock.release()
 
     def settle(self) -> None:
-        """Wait for every copy and free what nobody owns. Blocks the host; used at remove and in tests."""
+        """Wait for every copy and free what has no owner. Blocks the host; used at remove and in tests."""
         with self.lock:
             while self._leaving:
                 self._retire_first()

@@ -103,7 +103,7 @@ class SelectiveOffload:
         if self._is_closed:
             raise ConfigError("lowtide.selective_offload: it was closed; make a new one")
         region = _Region(self)
-        return _Run(region, is_again=False), _Run(region, is_again=True)
+        return _Run(region, is_rerun=False), _Run(region, is_rerun=True)
 
     @property
     def stats(self) -> Stats:
@@ -215,7 +215,7 @@ class _Output:
         return tree_unflatten(opened, self.tree)
 
 
-_AGAIN = None
+_RERUN = None
 """In place of an `_Output`: the operator runs again."""
 _GIVEN = object()
 """In place of an `_Output`: it was given, in a backward pass that frees its graph."""
@@ -256,11 +256,11 @@ class _Region:
         if _writes(op):
             self._note_overwritten(op, args, kwargs)
         said = self.offload.decide(op, output, args, kwargs)
-        held: _Output | None = _AGAIN
+        held: _Output | None = _RERUN
         if said in _SAVES or said in _OFFLOADS:
             held = self._hold(output, said, (args, kwargs), before)
         outputs = self.outputs.setdefault(op, [])
-        if held is not _AGAIN:
+        if held is not _RERUN:
             for leaf, given in zip(held.leaves, tree_leaves(output), strict=True):
                 if isinstance(leaf, _Held) and is_plain(given):
                     storage = given.untyped_storage()
@@ -283,7 +283,7 @@ class _Region:
         cell have one each. Its operator is run again."""
         for held, maker, number in self.overwritten:
             if held.is_intact:
-                self.outputs[maker][number] = _AGAIN
+                self.outputs[maker][number] = _RERUN
         self.overwritten.clear()
 
     def _hold(self, output: Any, said: CheckpointPolicy, given: Any, before: RandomState | None) -> _Output:
@@ -327,7 +327,7 @@ class _Region:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def again(self, op: Any, args: tuple, kwargs: dict) -> Any:
+    def rerun(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """The output that was held, or that of running `op` once more. Raises RuntimeError where the function does
         something else than in its forward pass."""
         number = self.numbers.get(op, 0)
@@ -339,7 +339,7 @@ class _Region:
                 f"{len(outputs)} times in its forward pass; the function has to do the same each time"
             )
         held = outputs[number]
-        if held is _AGAIN:
+        if held is _RERUN:
             return op(*args, **kwargs)
         if held is _GIVEN:
             raise RuntimeError(
@@ -357,13 +357,13 @@ class _Run(CompiledMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, region: _Region, *, is_again: bool) -> None:
+    def __init__(self, region: _Region, *, is_rerun: bool) -> None:
         super().__init__()
         self.region = region
-        self.is_again = is_again
+        self.is_rerun = is_rerun
 
     def __enter__(self) -> Any:
-        if self.is_again:
+        if self.is_rerun:
             self.region.numbers.clear()  # with retain_graph it may run more than once
         else:
             self.region.begin()
@@ -371,13 +371,13 @@ class _Run(CompiledMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if not self.is_again:
+        if not self.is_rerun:
             self.region.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
-        run = self.region.again if self.is_again else self.region.first
+        run = self.region.rerun if self.is_rerun else self.region.first
         return run(func, args, kwargs or {})
 
 

@@ -181,7 +181,7 @@ class Guard:
         self.beside_bytes: Callable[[], int] = int
         """What forward passes hold whose backward pass is still to come, and that ran under other plans."""
         self._slack_bytes = slack_bytes
-        self._unplanned_bytes = 0
+        self._unknown_bytes = 0
         self._owed: deque[tuple[weakref.ref[Spillable], int]] = deque()
         """What the plan drops and had to stay in this forward pass, and was not spilled yet."""
         self._high_bytes = limit_bytes - limit_bytes // _HEADROOM_SHARE
@@ -205,7 +205,7 @@ class Guard:
         self._candidates = deque(reference for reference in self._candidates if reference() is not None)
         self._kept = {key: reference for key, reference in self._kept.items() if reference() is not None}
         self._look_around()
-        self._unplanned_bytes = 0
+        self._unknown_bytes = 0
         self._owed.clear()
         if self._scheduler.ledger.now_bytes == 0:
             self._scheduler.window.most_ahead_bytes = None
@@ -287,7 +287,7 @@ class Guard:
         handle.bytes_of = share
         self._candidates.append(weakref.ref(handle))
         if self._slack_bytes is not None:
-            self._unplanned_bytes += handle.nbytes
+            self._unknown_bytes += handle.nbytes
             self._owed.append((weakref.ref(handle), handle.nbytes))
         return handle
 
@@ -333,11 +333,11 @@ class Guard:
         and it could not be spilled."""
         self._pay(is_over=True)
         self.check()
-        over_bytes = 0 if self._slack_bytes is None else self._unplanned_bytes - self._slack_bytes
+        over_bytes = 0 if self._slack_bytes is None else self._unknown_bytes - self._slack_bytes
         if over_bytes > 0:
             self._scheduler.counters.num_over_limit += 1
             warnings.warn(
-                f"lowtide: {format_bytes(self._unplanned_bytes)} of what the plan makes again had to stay in this "
+                f"lowtide: {format_bytes(self._unknown_bytes)} of what the plan makes again had to stay in this "
                 "forward pass, because recipes did not hold, and there was no room to send them away: this step may "
                 f"pass its budget by {format_bytes(over_bytes)}. The next one has a plan without these recipes.",
                 stacklevel=2,
@@ -345,22 +345,22 @@ class Guard:
 
     def _pay(self, *, is_over: bool = False) -> None:
         """Spill as much of what had to stay as the budget has no room for. `is_over`: no operator runs any more."""
-        if not self._owed or self._slack_bytes is None or self._unplanned_bytes <= self._slack_bytes:
+        if not self._owed or self._slack_bytes is None or self._unknown_bytes <= self._slack_bytes:
             return
         with self._scheduler.lock, disable_current_modes():
             sequence = -1 if is_over else next_sequence_number()
             paid_bytes = 0
-            while self._owed and self._unplanned_bytes > self._slack_bytes:
+            while self._owed and self._unknown_bytes > self._slack_bytes:
                 reference, nbytes = self._owed[0]
                 handle = reference()
                 if handle is not None and handle.sequence == sequence:
                     break  # saved by the operator that is running now
                 self._owed.popleft()
                 if handle is None or (handle.site is not None and handle.site.copy.slot is not None):
-                    self._unplanned_bytes -= nbytes  # dead, or sent away below the mark
+                    self._unknown_bytes -= nbytes  # dead, or sent away below the mark
                     continue
                 spilled_bytes = self._spill_one(handle)
-                self._unplanned_bytes -= spilled_bytes
+                self._unknown_bytes -= spilled_bytes
                 paid_bytes += spilled_bytes
             if paid_bytes:
                 self._scheduler.retire(max(0, self._scheduler.window.leaving_bytes - paid_bytes))

@@ -56,7 +56,7 @@ from lowtide.recipes.proof import OperatorLog, Proof, proof_of
 from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.recompute.fingerprint import Fingerprints
 from lowtide.runtime.recompute.recipe_sources import HeldSource, RecomputedSource, SourceLink, StateSource
-from lowtide.tensors.codecs import encode, fits_unseen
+from lowtide.tensors.codecs import always_fits, encode
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
 from lowtide.tensors.private import next_sequence_number, own_buffers, own_parameters
@@ -369,7 +369,7 @@ def store_smaller(
     assert source.held is not None
     if not source.is_intact():
         return "it was written to after it had been saved"
-    is_looked_at = source.device.type == "cpu" or fits_unseen(source.shape.dtype) == codec.kind
+    is_looked_at = source.device.type == "cpu" or always_fits(source.shape.dtype) == codec.kind
     if not is_looked_at and source.nbytes > planned_bytes:
         return f"it is larger than planned, and nobody looks whether it fits its codec ({codec.kind})"
     encoded = encode(codec.kind, source.held, source.shape.dtype)

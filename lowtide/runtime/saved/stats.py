@@ -53,7 +53,7 @@ class Stats:
     """Time that compute waited for copies."""
     num_divergences: int
     """Saved tensors that were not the ones the plan had seen at that place."""
-    num_unplanned: int
+    num_unknown: int
     """Sites that a solved plan does not know, in the forward passes that were observed. They are kept."""
     num_kept_for_lack_of_room: int
     """Sites that should have been swapped, but every tier was full or the write failed."""
@@ -149,7 +149,7 @@ class Ledger:
                 continue  # another thread was faster
 
 
-_COMPUTED = frozenset({"saved_bytes", "peak_device_bytes", "num_unplanned", "host_bytes", "disk_bytes"})
+_COMPUTED = frozenset({"saved_bytes", "peak_device_bytes", "num_unknown", "host_bytes", "disk_bytes"})
 COUNTED = tuple(field.name for field in fields(Stats) if field.name not in _COMPUTED)
 """Fields of `Stats` that are counted where it happens."""
 
@@ -160,7 +160,7 @@ class Counters(SimpleNamespace):
     def __init__(self, **counted: float) -> None:
         super().__init__(**dict.fromkeys(COUNTED, 0) | counted)
 
-    def totals(self, engine: Engine, *, peak_bytes: int, since_seconds: float = 0.0, num_unplanned: int = 0) -> Stats:
+    def totals(self, engine: Engine, *, peak_bytes: int, since_seconds: float = 0.0, num_unknown: int = 0) -> Stats:
         """What users see. `since_seconds`: the stalls of the engine when this tally began."""
         in_use = engine.memory_in_use()
         counted = dict(vars(self))
@@ -170,7 +170,7 @@ class Counters(SimpleNamespace):
             **counted,
             saved_bytes=without_plan - self.retained_input_bytes,
             peak_device_bytes=peak_bytes,
-            num_unplanned=num_unplanned,
+            num_unknown=num_unknown,
             host_bytes=in_use.get("host", 0),
             disk_bytes=in_use.get("disk", 0),
         )

@@ -116,7 +116,7 @@ class Rollback:
             if how is None:
                 if not _can_be_given_up(failure):
                     failure.add_note(place)
-                    failure.add_note(self._last_words(tried, start.num_unfinished()))
+                    failure.add_note(self._failure_message(tried, start.num_unfinished()))
                 raise failure
             kept |= refused
             if not refused:
@@ -152,7 +152,7 @@ class Rollback:
                 empty_cache()
         return place
 
-    def _last_words(self, tried: list[str], num_unfinished: int) -> str:
+    def _failure_message(self, tried: list[str], num_unfinished: int) -> str:
         what = "; then ".join(tried) if tried else "the plan has nothing left to give"
         partial = (
             f" {num_unfinished} gradients hold a part of this micro-batch: set them to zero before you go on."

@@ -93,7 +93,7 @@ class Tide(Handle):
         if not plan.is_solved:
             return plan.with_sites(seen.values())
         known = [with_bytes_seen(site, seen.get(site.name)) for site in plan.sites]
-        return plan.with_sites([*known, *(seen[name] for name in self._context.unplanned)])
+        return plan.with_sites([*known, *(seen[name] for name in self._context.unknown_site_bytes)])
 
     @property
     def failed_recipes(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class Tide(Handle):
             self.engine,
             peak_bytes=peak_bytes,
             since_seconds=self._stall_base_seconds,
-            num_unplanned=len(self._context.unplanned),
+            num_unknown=len(self._context.unknown_site_bytes),
         )
 
     @property
@@ -131,7 +131,7 @@ class Tide(Handle):
         expect. Unlike `stats`, cheap."""
         guard = self._context.guard
         num_extra = 0 if guard is None else guard.num_extra_calls
-        return self._scheduler.counters.num_divergences + len(self._context.unplanned) + num_extra
+        return self._scheduler.counters.num_divergences + len(self._context.unknown_site_bytes) + num_extra
 
     def reset_stats(self) -> None:
         """Start all totals, and the peak, anew."""

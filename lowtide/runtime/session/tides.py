@@ -54,7 +54,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.engines.base import Engine
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.profiling.observe_call import Witness, is_training, loss_or_all, observe_call
+from lowtide.profiling.observe_call import ObservedOutput, is_training, loss_or_all, observe_call
 from lowtide.runtime.saved.stats import Stats
 from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import UnobservedForwards, handle_of, patched_part
@@ -161,7 +161,7 @@ class StepObserver:
         self.is_inside = is_inside
         self.is_under_way = False
         """A step is being observed and planned for at this moment."""
-        self.witness: Witness | None = None
+        self.observed: ObservedOutput | None = None
         """Of the observed step: the first planned forward pass takes it, and shows it what comes out."""
         self._interrupted = ""
         """By what the last observed step was ended, if that was no `Exception` and the loop was not told yet."""
@@ -184,16 +184,16 @@ class StepObserver:
         Raises what the model raises, and what `make` does.
         """
         self._placed.settle()  # what is written to parameters in an observed step is put back
-        witness = self.witness = Witness(type(self._model).__name__)
+        observed = self.observed = ObservedOutput(type(self._model).__name__)
         profile = None
         self.is_under_way = True
         try:
-            how: Any = {"is_inside": self.is_inside, "witness": witness}
+            how: Any = {"is_inside": self.is_inside, "observed": observed}
             profile = observe_call(self._model, args, kwargs, self._placed.optimizer, **how)
             made = make(profile)
         except BaseException as error:
-            self.is_under_way, self.witness = False, None
-            came_from_forward, witness.error = witness.error is error, None  # else they would hold each other
+            self.is_under_way, self.observed = False, None
+            came_from_forward, observed.error = observed.error is error, None  # else they would hold each other
             if is_over():
                 raise
             if not isinstance(error, Exception):
@@ -201,14 +201,14 @@ class StepObserver:
             if profile is None and self._is_the_models(error):
                 if came_from_forward:
                     _fail_for_real(forward, args, kwargs)
-                elif witness.is_over and not self._has_ended:
+                elif observed.is_over and not self._has_ended:
                     self._go_on_without(error)
                     return None
             raise
         self.is_under_way = False
         self._has_ended = None
         if is_over():
-            self.witness = None
+            self.observed = None
             return None
         return made
 
@@ -228,7 +228,7 @@ class StepObserver:
             stacklevel=2,
         )
 
-    def follow_unplanned(self, output: Any) -> None:
+    def follow_without_plan(self, output: Any) -> None:
         """The forward pass of a step without a plan gave `output`."""
         if self._has_ended is None:
             return
@@ -420,11 +420,11 @@ class Tides(Handle):
                 self._prepare(args, kwargs)
             self.num_forwards += 1
             # Taken first: where this forward fails, the next one may have other inputs.
-            witness, self._observer.witness = self._observer.witness, None
+            observed, self._observer.observed = self._observer.observed, None
             planned, tide = self._patch.original, None if self._is_plain else self.tide
         self._inside.is_on = True
         try:
-            with contextlib.nullcontext() if witness is None else witness.watching(self.model):
+            with contextlib.nullcontext() if observed is None else observed.watching(self.model):
                 output = planned(*args, **kwargs)
         except Exception as error:
             if is_out_of_memory(error) and not self._rollback.is_running:
@@ -433,10 +433,10 @@ class Tides(Handle):
         finally:
             self._inside.is_on = False
         if tide is None:  # the step could not be observed, or the user was done meanwhile
-            self._observer.follow_unplanned(output)
+            self._observer.follow_without_plan(output)
             return output
-        if witness is not None:
-            witness.compare(output)
+        if observed is not None:
+            observed.compare(output)
         self.source.follow(output, tide)
         return output
 
@@ -516,7 +516,7 @@ class Tides(Handle):
 
     def wrap(self) -> None:
         """The wrapper goes on the model again, after it came off."""
-        self._patch = self._patch.again()
+        self._patch = self._patch.reapply()
 
     def refuse(self, refusal: BudgetError) -> None:
         """No plan fits: the model is as it was, and the next forward pass that trains says so."""

@@ -99,7 +99,7 @@ class PlannedForwards:
 
     def reapply(self) -> None:
         """After `take_off`; the model must be as it was then."""
-        self._patches = [patch.again() for patch in self._patches]
+        self._patches = [patch.reapply() for patch in self._patches]
 
     def _wrap(self) -> list[ForwardPatch]:
         modules = dict(self._model.named_modules())
@@ -115,7 +115,7 @@ class PlannedForwards:
             module = modules[name]
             # Of a compiled module the output stays: it comes from another graph where nothing is saved.
             is_leaf = next(module.children(), None) is None and how_compiled(module) is None
-            patches.append(ForwardPatch(module, self._around(_run_again, (module, is_leaf))))
+            patches.append(ForwardPatch(module, self._around(_run_region, (module, is_leaf))))
         for name in layers:
             handle = self._handle if name == "" else None
             patches.append(ForwardPatch(modules[name], self._around_region(name, modules[name]), handle))
@@ -229,7 +229,7 @@ def _catching(now: ForwardPass, given: tuple[str, Points], forward: Callable, ar
     return output
 
 
-def _run_again(now: ForwardPass, given: tuple[nn.Module, bool], forward: Callable, args: tuple, kwargs: dict) -> Any:
+def _run_region(now: ForwardPass, given: tuple[nn.Module, bool], forward: Callable, args: tuple, kwargs: dict) -> Any:
     if not torch.is_grad_enabled() or not now.is_innermost() or are_transforms_active():
         return forward(*args, **kwargs)
     module, is_leaf = given

@@ -21,7 +21,7 @@ def plain_slab(nbytes: int) -> torch.Tensor:
 
 
 def spans(block: Block) -> list[tuple[int, int]]:
-    return [(piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in block.pieces()]
+    return [(piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in block.ranges()]
 
 
 def check(arena: Arena, live: list[Block]) -> None:
@@ -32,7 +32,7 @@ def check(arena: Arena, live: list[Block]) -> None:
         assert start >= ends_before, "two blocks overlap"
         ends_before = end
     for block in live:
-        assert sum(piece.numel() for piece in block.pieces()) == block.nbytes
+        assert sum(piece.numel() for piece in block.ranges()) == block.nbytes
 
 
 actions = st.lists(
@@ -85,25 +85,25 @@ def test_blocks_keep_what_was_written_to_them(seed):
             block = arena.allocate(chance.randrange(1, 80 * KIB))
         except TierFull:
             continue
-        for piece in block.pieces():
+        for piece in block.ranges():
             piece.fill_(step)
         live.append((step, block))
         for value, kept in live:
-            assert all(bool((piece == value).all()) for piece in kept.pieces())
+            assert all(bool((piece == value).all()) for piece in kept.ranges())
 
 
 def test_a_block_is_one_piece_where_one_can_be_had():
     arena = Arena(1024 * KIB, plain_slab, slab_bytes=256 * KIB)
     blocks = [arena.allocate(100 * KIB) for _ in range(8)]
-    assert all(len(block.pieces()) == 1 for block in blocks)
-    assert all(block.pieces()[0].data_ptr() % 64 == 0 for block in blocks)
+    assert all(len(block.ranges()) == 1 for block in blocks)
+    assert all(block.ranges()[0].data_ptr() % 64 == 0 for block in blocks)
 
 
 def test_a_request_larger_than_a_slab_reuses_free_slabs():
     arena = Arena(10**9, plain_slab, slab_bytes=256 * KIB)
     for _ in range(5):
         block = arena.allocate(1024 * KIB)
-        assert len(block.pieces()) == 4
+        assert len(block.ranges()) == 4
         arena.free(block)
     assert arena.bytes_reserved == 1024 * KIB
 
@@ -167,7 +167,7 @@ def test_freeing_twice_is_our_own_mistake():
     with pytest.raises(AssertionError):
         arena.free(block)
     with pytest.raises(AssertionError):
-        block.pieces()
+        block.ranges()
 
 
 def test_a_hundred_thousand_operations_are_cheap():
@@ -190,7 +190,7 @@ def test_a_hundred_thousand_operations_are_cheap():
 def test_a_whole_block_larger_than_a_slab_gets_a_slab_of_its_own():
     arena = Arena(64 * 4096, lambda n: torch.zeros(n, dtype=torch.uint8), slab_bytes=8 * 4096)
     block = arena.allocate(13 * 4096, whole=True)
-    assert [piece.numel() for piece in block.pieces()] == [13 * 4096]
+    assert [piece.numel() for piece in block.ranges()] == [13 * 4096]
     assert arena.bytes_reserved == 16 * 4096
 
 
@@ -199,4 +199,4 @@ def test_a_whole_block_is_refused_where_only_pieces_are_free():
     arena.allocate(7 * 4096), arena.allocate(7 * 4096)
     with pytest.raises(TierFull, match="8192 bytes in one piece asked for, 57344 of at most 65536 in use"):
         arena.allocate(2 * 4096, whole=True)
-    assert len(arena.allocate(2 * 4096).pieces()) == 2
+    assert len(arena.allocate(2 * 4096).ranges()) == 2

@@ -23,7 +23,7 @@ from lowtide.errors import ConfigError
 CPU = torch.device("cpu")
 SETTINGS: dict[str, object] = {"train.learning_rate": 0.1, "model.fields": [1, 2]}
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
-READ = [TENSORS, "rank-0.json", "run.json"]
+READ = [TENSORS, "run.json"]
 NEVER_READ = [".metadata", "__0_0.distcp", "rank-0.pt", "model.safetensors.index.json"]
 
 
@@ -107,7 +107,7 @@ def test_the_newest_two_are_kept_and_nothing_else_is_left(job: Job, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000030"]
 
 
-@pytest.mark.parametrize("moment", ["_write_json", "_sha256_of_file", "_flush"])
+@pytest.mark.parametrize("moment", ["_sha256_of", "_sha256_of_file", "_flush"])
 def test_what_stops_a_save_leaves_the_older_ones(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -201,13 +201,6 @@ def test_what_does_not_fit_is_refused(job: Job, tmp_path: Path) -> None:
     document = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(document | {"format": 2}))
     assert error_of_load(path) == (
-        f"{path}: written in another format than this version's, which is 3; finish the run with the version that "
+        f"{path}: written in another format than this version's, which is 4; finish the run with the version that "
         "started it, or start a new one with another train.output_dir"
     )
-
-
-def test_a_random_state_that_is_none() -> None:
-    state = checkpoint.random_state(CPU)
-    for key, value in (("python", [3, [1], None]), ("cpu", [1, 2]), ("cpu", "no")):
-        with pytest.raises(ConfigError, match=r"^checkpoint: its random state cannot be taken up \("):
-            checkpoint.set_random_state({**state, key: value}, CPU)

@@ -53,7 +53,7 @@ def test_ended_in_the_middle_and_run_again_is_one_whole_run(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A real process, a real signal, a model with dropout: the same losses and weights to the bit."""
-    steps = 120
+    steps = 60
     Path("run.yaml").write_text(RUN.format(steps=steps).replace("checkpoint_every: 50", "checkpoint_every: 4"))
     code = "import runpy; runpy.run_module('examples.train', run_name='__main__')"
     broken = processes.start(code, Path.cwd(), "run.yaml", "--json", "--output-dir", "parts")

@@ -19,7 +19,7 @@ from lowtide.timeline.hardware import load_hardware
 from tests.support import two_ranks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "deepseek_v3_experts.yaml"
-STEPS = 20
+STEPS = 8
 
 RUNS = """
 import dataclasses, os, sys
@@ -37,7 +37,7 @@ def refused(self, error):  # else it would end the process, and the jobs that co
 Ranks.fail = refused
 ports = iter(os.environ["MORE_PORTS"].split())
 
-def go(name, steps=20, **keys):
+def go(name, steps=8, **keys):
     run = load_run("run.yaml")
     memory = keys.pop("memory", run.memory)
     how = dataclasses.replace(run.train, steps=steps, **keys)
@@ -66,8 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path) -> dict[str, Any]:
     code = """
     import json
-    found = {"whole": go("whole", checkpoint_every=10)}
-    found["resumed"] = go("resumed", resume="runs/run/whole/checkpoints/step-00000010")
+    found = {"whole": go("whole", checkpoint_every=4)}
+    found["resumed"] = go("resumed", resume="runs/run/whole/checkpoints/step-00000004")
     found["plain"] = go("plain", steps=4, memory=None)
     found["each has all"] = go("each", steps=3, expert_parallel=1, memory=None)
     found["another split"] = go("whole", expert_parallel=1)
@@ -101,12 +101,12 @@ def test_memory_changes_no_bit(answers: dict[str, Any], folder: Path) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_resumes_to_the_same_curve(answers: dict[str, Any], folder: Path) -> None:
     assert answers["resumed"] == answers["whole"]
-    assert _losses(folder, "resumed") == _losses(folder, "whole")[10:]
+    assert _losses(folder, "resumed") == _losses(folder, "whole")[4:]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_has_every_expert_once(answers: dict[str, Any], folder: Path) -> None:
-    found = folder / "runs" / "run" / "whole" / "checkpoints" / "step-00000020"
+    found = folder / "runs" / "run" / "whole" / "checkpoints" / "step-00000008"
     shapes: dict[str, list[int]] = {}
     for file in found.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
@@ -122,8 +122,8 @@ def test_a_checkpoint_has_every_expert_once(answers: dict[str, Any], folder: Pat
 @pytest.mark.slow
 def test_another_split_is_refused(answers: dict[str, Any]) -> None:
     assert answers["another split"] == (
-        "ConfigError: runs/run/whole/checkpoints/step-00000020: made by a run with other settings: "
-        "train.expert_parallel was 2 and is now None; put them back, or start a new run with another train.output_dir"
+        "ConfigError: runs/run/whole/checkpoints/step-00000008: made by a run with other settings: "
+        "train.expert_parallel was 2 and is now 1; put them back, or start a new run with another train.output_dir"
     )
 
 

@@ -41,7 +41,7 @@ def without_sections(path: Path, to: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_of(2, DOCUMENTED))
+@pytest.mark.parametrize("name", one_of(4, DOCUMENTED, first=3))
 def test_documented_example(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     case = next(case for case in CASES if case.get("id") == DOCUMENTED[name])
     path = EXAMPLES / f"{name}.yaml"

@@ -17,7 +17,7 @@ from lowtide.errors import ConfigError
 from lowtide.profiling.fake.fake_model import find_runs
 from lowtide.profiling.fake.trace import trace
 from lowtide.profiling.observe_step import observe
-from lowtide.tensors.codecs import fits_unseen
+from lowtide.tensors.codecs import always_fits
 from lowtide.timeline.hardware import Hardware
 from lowtide.timeline.step import Link
 from tests.support import zoo
@@ -59,7 +59,7 @@ def _untimed(node: Site):
 
 
 def _unseen(node: Site):
-    fits = node.codec is not None and node.codec.kind == fits_unseen(getattr(torch, node.dtype))
+    fits = node.codec is not None and node.codec.kind == always_fits(getattr(torch, node.dtype))
     return dataclasses.replace(node.codec, seconds=0.0) if fits else None
 
 

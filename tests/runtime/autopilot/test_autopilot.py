@@ -149,7 +149,7 @@ def test_budgets_are_kept_and_no_bit_changes(name: str, kind: str) -> None:
                 assert len(tide.events) <= min(number + 1, 3)
         if tide is not None:
             assert tide.tide is not None
-            assert (tide.stats.num_divergences, tide.stats.num_unplanned) == (0, 0)
+            assert (tide.stats.num_divergences, tide.stats.num_unknown) == (0, 0)
             assert tide.num_corrections <= 2
             model.zero_grad(set_to_none=True)
             tide.tide.settle()
@@ -298,7 +298,7 @@ def test_two_threads_whose_first_forwards_coincide_share_one_plan() -> None:
         for thread in threads:
             thread.join()
         assert [event.why for event in tide.events].count("first step") == 1
-        assert tide.stats is not None and (tide.stats.num_divergences, tide.stats.num_unplanned) == (0, 0)
+        assert tide.stats is not None and (tide.stats.num_divergences, tide.stats.num_unknown) == (0, 0)
     for number, found in got.items():
         assert len(found) == num_steps
         for index, step_found in enumerate(found):
@@ -316,7 +316,7 @@ def test_a_recompute_rule_beside_a_budget_runs_the_layer_again(rule: Any) -> Non
         for batch in batches:
             assert_same(step(model, **batch), step(truth_model, **batch))
             assert tide.stats is not None
-            assert (tide.stats.num_divergences, tide.stats.num_unplanned) == (0, 0)
+            assert (tide.stats.num_divergences, tide.stats.num_unknown) == (0, 0)
             assert tide.stats.recomputed_bytes > 0
             assert tide.plan is not None
             assert [rule.pattern.text for rule in tide.plan.rules.rules if rule.fate is Fate.RECOMPUTE] == (

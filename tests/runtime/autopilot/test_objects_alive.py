@@ -9,27 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
 from tests.support import processes
+from tests.support.small_models import Residual as Net
 from tests.support.virtual_engine import virtual
 
 ROOM = "lowtide.runtime.autopilot"
 MOST = 10
 FILE: dict[str, Any] = {"recompute_config": {"recompute": [1]}, "swap_config": {"swap": False}}
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, 16) -> scalar
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return x.square().mean()
 
 
 def alive() -> Counter[str]:

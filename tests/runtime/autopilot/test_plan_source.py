@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.config.memory import load_memory
 from lowtide.core.decisions import SiteDecision
@@ -26,6 +26,7 @@ from lowtide.runtime.session.tides import Phase, PlanSource, Tides
 from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.step import Link
 from tests.support.profiles import MIB, decoder_profile
+from tests.support.small_models import Residual as Net
 from tests.support.virtual_engine import VirtualEngine
 
 
@@ -70,17 +71,6 @@ class SwapAll:
         self.num_closed += 1
         if self.shape is not None:
             self.shape.retire()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, 16) -> scalar
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return x.square().mean()
 
 
 def gradients(model: nn.Module) -> list[Any]:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.core.log import Listener
@@ -27,10 +26,10 @@ from lowtide.mindformers.follow import follow, sections_in
 from lowtide.mindformers.plan import plan_sections, with_own_groups
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors.live_bytes import plain_parts
-from lowtide.tensors.wrappers import is_desugared
 from tests.support import parallel_llama, processes, tensor_parallel_llama
 from tests.support.grid import one_of
 from tests.support.parallel_llama import BATCH, TOKENS, WIDTH
+from tests.support.recording import Collectives
 from tests.support.sections import resolve
 from tests.support.virtual_engine import virtual
 
@@ -99,22 +98,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     started = Ranks(tmp_path_factory.mktemp("ranks"))
     yield started
     started.close()
-
-
-class Collectives(TorchDispatchMode):
-    """Counts what is issued."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if is_desugared(types):
-            return NotImplemented
-        name = func.overloadpacket.__name__
-        if "c10d" in func.namespace and "wait" not in name and "wrap" not in name:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def train(rank: int, config: dict | None, how: dict) -> dict[str, Any]:
@@ -568,7 +551,7 @@ def budget_on_distributed_tensors(rank: int, budget: int, memory: dict) -> dict[
             "is_same": all(is_same),
             "peaks": (min(peaks), plan.predicted.peak_bytes),
             "moved": stats.swapped_bytes + stats.recomputed_bytes,
-            "strange": (stats.num_divergences, stats.num_unplanned, stats.num_spills),
+            "strange": (stats.num_divergences, stats.num_unknown, stats.num_spills),
             "digest": plan.digest(),
             # Not those of lowtide's own questions, which are of the older kind.
             "issues": dict(seen.counts - plain_issues.counts - Counter(allgather_=100)),

@@ -411,6 +411,6 @@ def test_stalls_are_those_since_the_tally_began() -> None:
             return 5.0
 
     counters = Counters(stall_seconds=0.5, kept_bytes=7, narrowed_bytes=3, retained_input_bytes=2)
-    stats = counters.totals(Stalled(0), peak_bytes=11, since_seconds=4.0, num_unplanned=1)
+    stats = counters.totals(Stalled(0), peak_bytes=11, since_seconds=4.0, num_unknown=1)
     assert (stats.stall_seconds, stats.saved_bytes, stats.peak_device_bytes) == (1.5, 8, 11)
-    assert (stats.kept_bytes, stats.num_unplanned, stats.host_bytes, stats.disk_bytes) == (7, 1, 0, 0)
+    assert (stats.kept_bytes, stats.num_unknown, stats.host_bytes, stats.disk_bytes) == (7, 1, 0, 0)
