@@ -23,9 +23,8 @@ ALONE = {
     "notebook": "step 3: loss ",
 }
 """Name -> what it prints."""
-MORE = ("with_trl_sft", "with_dpo", "with_lightning", "with_unet", "with_accelerate", "with_mindspore_yaml")
-"""Bits with trl, lightning and accelerate are compared in tests/adapters, those of a U-Net wherever the zoo is; files
-of MindSpore Transformers train in train/test_mindformers.py."""
+MORE = ("with_trl_sft", "with_dpo", "with_lightning", "with_unet")
+"""Bits with trl and lightning are compared in tests/adapters, those of a U-Net wherever the zoo is."""
 RANKS = {
     "with_fsdp2": "of a budget of 7.0 MiB",
     "with_pipelining": " bytes were elsewhere between forward and backward",
@@ -110,7 +109,7 @@ def test_it_runs_on_one_rank(name: str, ran: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("with_fsdp2", marks=pytest.mark.extended), "with_pipelining"])
+@pytest.mark.parametrize("name", RANKS)
 def test_it_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     path = EXAMPLES / f"{name}.py"
     ends = two_ranks.finish(two_ranks.start(path.read_text(encoding="utf-8"), tmp_path), tmp_path)
