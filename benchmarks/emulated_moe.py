@@ -12,13 +12,14 @@ Cost: none is meant. Not covered: exchanges that slow compute down.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.overlap_figures import Link
-from lowtide.pipeline import all_to_all, linear
+from lowtide.pipeline import linear, start_all_to_all
 from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.overlap import Event
 
@@ -67,16 +68,25 @@ class Part(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, num_ranks: int, seconds: float) -> None:
+    """As `split_experts` has a block: of the time of the experts `shared_share` is that of shared ones, and the others
+    compute part by part."""
+
+    def __init__(self, num_ranks: int, seconds: float, *, num_parts: int = 1, shared_share: float = 0.0) -> None:
         super().__init__()
-        self.attention, self.experts = Part(seconds), Part(seconds)
+        self.attention = Part(seconds)
+        self.experts = nn.ModuleList(Part((1 - shared_share) * seconds / num_parts) for _ in range(num_parts))
+        self.shared = Part(shared_share * seconds) if shared_share else None
         self.num_ranks = num_ranks
 
     def forward(self, x: Tensor) -> Tensor:
         h = x + self.attention(x)
-        each = [len(h) // self.num_ranks] * self.num_ranks
-        here = all_to_all(h, each, each)
-        return h + all_to_all(self.experts(here), each, each)
+        each = [len(h) // len(self.experts) // self.num_ranks] * self.num_ranks
+        under_way = deque(start_all_to_all(rows, each, each) for rows in h.chunk(len(self.experts)))
+        beside = 0.0 if self.shared is None else self.shared(h)
+        coming_back = []
+        for part in self.experts:
+            coming_back.append(start_all_to_all(part(under_way.popleft().wait()), each, each))
+        return h + torch.cat([pending.wait() for pending in coming_back]) + beside
 
 
 class Model(nn.Module):

@@ -19,7 +19,7 @@ Not covered: links that several exchanges share at once, compute that a running 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -195,6 +195,10 @@ def _half_steps(half: str, num: int) -> Iterator[list[Event]]:
     yield events
 
 
+Move = tuple[str, float, float]
+"""A segment, an issue or a wait; seconds; seconds of weight gradients that it puts off. Waits are in order of issue."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTimes:
     """What one stage computes for one micro-batch, between its exchanges."""
@@ -207,6 +211,30 @@ class ChunkTimes:
     """Of these: what computes gradients of weights, and can be put off."""
     exchange_seconds: float
     """Of each exchange."""
+    num_parts: int = 1
+    """Of the experts, whose stretches have odd numbers: each part has exchanges of its own."""
+    shared_share: float = 0.0
+    """Of a stretch of experts: what shared ones take, which wait for no rows."""
+
+    def moves(self, half: str, *, puts_off: bool) -> Iterator[Move]:
+        """What a half does, in order, as the blocks of `split_experts`."""
+        seconds = self.forward_seconds if half == FORWARD else self.backward_seconds
+        weights = self.weight_seconds if puts_off else (0.0,) * len(seconds)
+        for number, (whole, weight) in enumerate(zip(seconds, weights, strict=True)):
+            if number % 2 == 0:
+                yield "segment", whole - weight, weight
+                yield from [("issue", self.exchange_seconds / self.num_parts, 0.0)] * (
+                    self.num_parts if number + 1 < len(seconds) else 0
+                )
+                continue
+            own, shared = (
+                ("segment", share * (whole - weight), share * weight)
+                for share in ((1 - self.shared_share) / self.num_parts, self.shared_share)
+            )
+            part = (("wait", 0.0, 0.0), own, ("issue", self.exchange_seconds / self.num_parts, 0.0))
+            around = [*part * self.num_parts]
+            yield from [shared, *around] if half == FORWARD else [*around, shared]
+            yield from [("wait", 0.0, 0.0)] * self.num_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +295,7 @@ class _Step:
         """Gives what a rank waits for, until that was made. Backward begins a pair; halves take turns at exchanges."""
         now = link_free = 0.0
         put_off: deque[tuple[tuple[int, int], float]] = deque()
-        """Chunks, and what computes gradients of weights between two of their exchanges."""
+        """Chunks, and what computes the gradients of weights that they put off between two exchanges."""
         parts = [part for every in self.schedule.actions[number] for part in every.parts]
         split = {(part.stage, part.micro_batch) for part in parts if part.kind is Kind.BACKWARD_WEIGHT}
         for every in self.schedule.actions[number]:
@@ -277,26 +305,36 @@ class _Step:
                 now = max(now, self.made[need])
             for group in [every.parts] if self.overlaps else [(part,) for part in every.parts]:
                 halves = deque(
-                    (part, deque(self._stretches(part, (part.stage, part.micro_batch) in split)))
+                    (part, deque(self._moves(part, (part.stage, part.micro_batch) in split)))
                     for part in sorted(group, key=lambda part: part.kind is Kind.FORWARD)
                     if part.kind is not Kind.BACKWARD_WEIGHT
                 )
-                due: dict[Action, float] = {}
+                due: defaultdict[Action, deque[float]] = defaultdict(deque)
+                """When exchanges that nobody has waited for yet are there."""
+                standing: set[Action] = set()
                 while halves:
                     part, left = halves[0]
-                    seconds, weight = left.popleft()
-                    now = max(now, due.get(part, now)) + seconds
-                    put_off += [((part.stage, part.micro_batch), weight)] * (weight > 0)
+                    if part in standing:
+                        standing.remove(part)
+                        now = max(now, due[part].popleft())
                     if not left:
                         halves.popleft()
                         result = part.makes
                         self.made.update({} if result is None else {result: now})
                         continue
-                    link_free = due[part] = max(link_free, now) + self.times.exchange_seconds
-                    if len(halves) > 1:
-                        halves.rotate()
-                    elif self.most_kept is not None and put_off:
-                        now += put_off.popleft()[1]
+                    kind, seconds, weight = left.popleft()
+                    if kind == "segment":
+                        now += seconds
+                        put_off += [((part.stage, part.micro_batch), weight)] * (weight > 0)
+                    elif kind == "issue":
+                        link_free = max(link_free, now) + seconds
+                        due[part].append(link_free)
+                    else:
+                        standing.add(part)
+                        if len(halves) > 1:
+                            halves.rotate()
+                        elif self.most_kept is not None and put_off:
+                            now += put_off.popleft()[1]
                 due_now = {(part.stage, part.micro_batch) for part in group if part.kind is Kind.BACKWARD_WEIGHT}
                 kept = [chunk for chunk in dict.fromkeys(chunk for chunk, _ in put_off) if chunk not in split]
                 due_now.update(kept[: max(0, len(kept) - (self.most_kept or 0))])
@@ -304,10 +342,8 @@ class _Step:
                     now += put_off.popleft()[1]
         self.ends[number] = now + sum(seconds for _, seconds in put_off)
 
-    def _stretches(self, part: Action, is_split: bool) -> Iterator[tuple[float, float]]:
-        """Seconds of each stretch between two exchanges, and of what it puts off."""
-        if part.kind is Kind.FORWARD:
-            yield from ((seconds, 0.0) for seconds in self.times.forward_seconds)
-            return
-        for seconds, weight in zip(self.times.backward_seconds, self.times.weight_seconds, strict=True):
-            yield (seconds - weight, weight) if is_split or self.most_kept is not None else (seconds, 0.0)
+    def _moves(self, part: Action, is_split: bool) -> Iterator[Move]:
+        half = FORWARD if part.kind is Kind.FORWARD else BACKWARD
+        puts_off = half == BACKWARD and (is_split or self.most_kept is not None)
+        times = self.times if self.overlaps else dataclasses.replace(self.times, num_parts=1, shared_share=0.0)
+        return times.moves(half, puts_off=puts_off)

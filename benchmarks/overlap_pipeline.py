@@ -20,6 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.overlap import on_processes
@@ -49,18 +50,37 @@ NOTES = (
     "stages are real. No network was measured.",
     "`hidden` is R_e2e from the fastest round of each run, and the least and the most of any round. `pair ceiling` is "
     "the mean over ranks of the share of chunk passes with a partner. `ceiling`: the first micro-batch hides nothing.",
-    "Weight gradients are half of a backward. `kept`: those of so many chunks may stay for later waits. `first pair`: "
-    "the last rank begins its main part with a pair.",
+    "Weight gradients are half of a backward. `kept`: those of so many chunks may stay for later waits. `parts`: of "
+    "the experts, each with exchanges of its own. A shared expert takes a ninth of the time of all.",
 )
 MODES = ("without", "serial", "overlapped")
-SETTINGS: Mapping[str, tuple[int | None, bool]] = {
-    "pairs": (None, False),
-    "weight gradients, 2 kept": (2, False),
-    "weight gradients, 2 kept, first pair": (2, True),
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to overlap."""
+
+    most_kept: int | None = None
+    """Of WeightGradients."""
+    num_parts: int = 1
+    """Of the experts."""
+    shared_share: float = 0.0
+    """Of the time of the experts: shared ones."""
+
+
+_PARTS: dict[str, Any] = {"num_parts": 2, "shared_share": 1 / 9}
+"""DeepSeek-V3 has one shared expert beside eight."""
+SETTINGS: Mapping[str, Setting] = {
+    "pairs": Setting(),
+    "weight gradients, 2 kept": Setting(2),
+    "two parts": Setting(num_parts=2),
+    "two parts, a shared expert": Setting(**_PARTS),
+    "two parts, a shared expert, 2 kept": Setting(2, **_PARTS),
+    "two parts, a shared expert, 4 kept": Setting(4, **_PARTS),
 }
-"""`most_kept` of WeightGradients, and whether the schedule is `paired`."""
 CEILINGS = {(2, 8): 0.88, (2, 16): 0.94, (4, 8): 0.80}
-"""Of the sizes: 4 x ranks exchanges of the first micro-batch in a row, in a step on the clock that hides all others."""
+"""Of the sizes, without parts and shared experts: 4 x ranks exchanges of the first micro-batch in a row, in a step on
+the clock that hides all others."""
 _ROWS = 64
 
 
@@ -78,11 +98,9 @@ def on_rank(
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    schedule = _schedule(num_ranks, args, is_paired=False)
-    stages = {stage: Layer(1, args["segment"]) for stage in schedule.stages_of(rank)}
-    has_ends = schedule.num_stages - 1 in stages
+    schedule = _schedule(num_ranks, args)
+    has_ends = schedule.num_stages - 1 in schedule.stages_of(rank)
     batch = [torch.randn(_ROWS, WIDTH, requires_grad=True) for _ in range(args["micro_batches"])]
-    link = Link(latency_seconds=exchange_seconds, bytes_per_second=float("inf"))
 
     class Timed:
         """A transport that knows how long this rank waited for other stages."""
@@ -100,14 +118,19 @@ def on_rank(
             finally:
                 self.waited_seconds += time.perf_counter() - began
 
-    def step_of(mode: str, most_kept: int | None, puts_off: bool, is_paired: bool) -> Callable[[], Row]:
+    def step_of(mode: str, setting: Setting, *, puts_off: bool) -> Callable[[], Row]:
+        stages = {
+            stage: Layer(1, args["segment"], num_parts=setting.num_parts, shared_share=setting.shared_share)
+            for stage in schedule.stages_of(rank)
+        }
+        link = Link(latency_seconds=exchange_seconds / setting.num_parts, bytes_per_second=float("inf"))
         stamps, deadline = Stamps(), DeadlineLink(link, 1)
-        weights = WeightGradients(most_kept=most_kept) if puts_off else None
+        weights = WeightGradients(most_kept=setting.most_kept) if puts_off else None
         overlap = Overlap(start=start_here if mode == "without" else deadline.start, log=stamps.append,
                           weight_gradients=weights)  # fmt: skip
         run_pair = overlap.run_pair if mode == "overlapped" else _in_series(overlap.run_pair)
         loss = nn.functional.mse_loss if has_ends else None
-        own = _schedule(num_ranks, args, is_paired=is_paired)
+        own = _schedule(num_ranks, args)
         pipeline = Pipeline(own, stages, loss=loss, run_pair=run_pair, weight_gradients=weights, tied=())
         timed: Any = Timed(pipeline.transport)
         pipeline.transport = timed
@@ -125,11 +148,10 @@ def on_rank(
 
         return step
 
-    steps = {("pairs", mode): step_of(mode, None, False, False) for mode in MODES}
-    steps |= {("", mode): step_of(mode, None, True, False) for mode in ("without", "serial")}
-    for setting, (most_kept, is_paired) in SETTINGS.items():
-        if most_kept is not None:
-            steps[setting, "overlapped"] = step_of("overlapped", most_kept, True, is_paired)
+    steps = {("pairs", mode): step_of(mode, SETTINGS["pairs"], puts_off=False) for mode in MODES[:2]}
+    steps |= {("", mode): step_of(mode, SETTINGS["pairs"], puts_off=True) for mode in MODES[:2]}
+    for name, setting in SETTINGS.items():
+        steps[name, "overlapped"] = step_of("overlapped", setting, puts_off=setting.most_kept is not None)
     rounds: dict[tuple[str, str], list[Row]] = {way: [] for way in steps}
     for number in range(args["rounds"] + 1):
         for way, step in steps.items():
@@ -139,11 +161,10 @@ def on_rank(
     return rounds
 
 
-def _schedule(num_ranks: int, args: Mapping[str, Any], *, is_paired: bool) -> Schedule:
-    from lowtide.pipeline.generators import make_schedule, paired
+def _schedule(num_ranks: int, args: Mapping[str, Any]) -> Schedule:
+    from lowtide.pipeline.generators import make_schedule
 
-    made = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=args["micro_batches"])
-    return paired(made) if is_paired else made
+    return make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=args["micro_batches"])
 
 
 def _in_series(run_pair: Callable[..., None]) -> Callable[..., None]:
@@ -163,8 +184,8 @@ def row_of(
     args: Mapping[str, Any],
 ) -> Row:
     """What was measured of a setting beside what was predicted."""
-    most_kept, is_paired = SETTINGS[setting]
-    baseline = setting if most_kept is None else ""
+    how = SETTINGS[setting]
+    baseline = "pairs" if how.most_kept is None else ""
     own = {mode: rounds[setting if mode == "overlapped" else baseline, mode] for mode in MODES}
     seconds = {mode: [each["seconds"] for each in own[mode]] for mode in MODES}
     fastest = {f"{mode}_seconds": min(values) for mode, values in seconds.items()}
@@ -178,11 +199,12 @@ def row_of(
     times = ChunkTimes(
         forward_seconds=whole[FORWARD],
         backward_seconds=whole[BACKWARD],
-        weight_seconds=tuple(0.0 if most_kept is None or each < some else each for each in weights),
+        weight_seconds=tuple(0.0 if how.most_kept is None or each < some else each for each in weights),
         exchange_seconds=exchange_seconds,
     )
-    plain = predict_step(_schedule(num_ranks, args, is_paired=False), times)
-    predicted = step_seconds(_schedule(num_ranks, args, is_paired=is_paired), times, overlaps=True, most_kept=most_kept)
+    plain = predict_step(_schedule(num_ranks, args), times)
+    times = dataclasses.replace(times, num_parts=how.num_parts, shared_share=how.shared_share)
+    predicted = step_seconds(_schedule(num_ranks, args), times, overlaps=True, most_kept=how.most_kept)
     share = dataclasses.replace(plain, overlapped_seconds=predicted).hidden_share
     ceilings = pair_ceiling(num_ranks, args["micro_batches"])
     measured = hidden_share(**fastest)
@@ -193,10 +215,12 @@ def row_of(
         "predicted_hidden_share": share,
         "off_by_points": 100 * (measured - share),
         "pair_ceiling_share": sum(ceilings) / len(ceilings),
-        "ceiling_share": CEILINGS.get((num_ranks, args["micro_batches"])),
+        "ceiling_share": CEILINGS.get((num_ranks, args["micro_batches"])) if how.num_parts == 1 else None,
         **fastest,
         "predicted_seconds": predicted,
-        **_apart(min(own["overlapped"], key=lambda each: each["seconds"]), num_ranks, exchange_seconds, args),
+        **_apart(
+            min(own["overlapped"], key=lambda each: each["seconds"]), num_ranks, exchange_seconds / how.num_parts, args
+        ),
         "speed_up": fastest["serial_seconds"] / fastest["overlapped_seconds"],
         "largest_speed_up": fastest["serial_seconds"] / fastest["without_seconds"],
     }

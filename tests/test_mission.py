@@ -188,9 +188,11 @@ PIPELINE = (
         "pipeline/test_generators::test_one_stage_overlap_pairs_each_forward_with_the_backward_before"),
     Row("`--moe-fb-overlap` with interleaved stages", "works", "`interleaved_overlap`",
         "pipeline/test_generators::test_interleaved_overlap_is_interleaved_with_one_more_forward_first"),
-    Row("warm-up and cool-down hide half of the exchanges", "in part", "`most_kept`: put-off weight gradients hide "
-        "those of backwards; those of forwards only what a model does between start and wait",
-        "pipeline/test_overlap_pipeline::test_a_pipeline_with_overlap_has_the_bits_of_one_process"),
+    Row("warm-up and cool-down hide half of the exchanges", "works", "`split_experts(num_parts=2)`: half of the "
+        "experts computes while rows of the other half travel; shared experts, and `most_kept` weight gradients, hide "
+        "more",
+        "pipeline/test_overlap_pipeline::"
+        "test_parts_of_experts_and_shared_ones_hide_exchanges_with_the_bits_of_one_process"),
     Row("messages between stages are hidden", "in part", "torch's runtime sends beside compute; what is hidden is not "
         "counted", "pipeline/test_clock::test_what_a_transfer_costs"),
     Row("60 % and 85 % of communication hidden", "in part", "85 % and 92 % of the emulated all-to-all on two ranks, 8 "

@@ -5,8 +5,6 @@ The backward sends the gradient of each row to where the row came from. An ordin
 be overlapped with the backward of another micro-batch (overlap.py).
 `start_all_to_all` is the same call in two parts: what stands between it and its `wait` runs while rows travel, and the
 backward of what stands there runs while gradients travel: shared experts hide an exchange of their own micro-batch.
-`carry` names tensors that were made before the exchange and are read after it (the residual, router weights), and they
-come back beside the result. No graph is cut here, so they are the very same tensors, and naming them is optional.
 
 How: two autograd nodes, one where rows leave and one where they are waited for, with an empty tensor between them. In
 backward autograd takes nodes in the reverse order of forward, so the second one starts the exchange of the gradients,
@@ -27,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,34 +56,14 @@ running_half: ContextVar[Any] = ContextVar("lowtide_running_half", default=None)
 threads of its own, which do not have it: there an exchange asks the home of the half that it was made in."""
 
 
-@overload
 def all_to_all(
     x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], *, group: Any = None
-) -> torch.Tensor: ...
-@overload
-def all_to_all(
-    x: torch.Tensor,
-    output_splits: Sequence[int],
-    input_splits: Sequence[int],
-    *,
-    group: Any = None,
-    carry: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor, ...]: ...
-def all_to_all(
-    x: torch.Tensor,
-    output_splits: Sequence[int],
-    input_splits: Sequence[int],
-    *,
-    group: Any = None,
-    carry: tuple[torch.Tensor, ...] | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> torch.Tensor:
     """The rows that the ranks of `group` sent to this one, of shape `[sum(output_splits), *x.shape[1:]]`.
 
     x: `[sum(input_splits), ...]`. `group`: the expert-parallel ranks; absent, all ranks.
-    With `carry` the result is `(rows, *carry)`.
     """
-    rows = start_all_to_all(x, output_splits, input_splits, group=group).wait()
-    return rows if carry is None else (rows, *carry)
+    return start_all_to_all(x, output_splits, input_splits, group=group).wait()
 
 
 def start_all_to_all(
@@ -110,7 +88,7 @@ def start_all_to_all(
         half.check(x)
     exchange = _Exchange(route)
     if kept is not None and is_again:
-        exchange.given = kept.take_rows(exchange.shape(x), x.dtype)
+        exchange.given = kept.take_rows((sum(route.output_splits), *x.shape[1:]), x.dtype)
     return Pending(_Leave.apply(x, exchange), exchange, None if is_again else kept)
 
 
@@ -146,9 +124,6 @@ class _Exchange:
         self.home = None if half is None else half.home
         self.given: torch.Tensor | None = None
         """In a layer's second run: what the first one got."""
-
-    def shape(self, x: torch.Tensor) -> tuple[int, ...]:
-        return (sum(self.route.output_splits), *x.shape[1:])
 
     def start(self, x: torch.Tensor, route: Route) -> None:
         rows = x.new_empty(sum(route.output_splits), *x.shape[1:])

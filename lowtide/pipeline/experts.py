@@ -29,7 +29,8 @@ implementation afterwards, `copy.deepcopy` of the split model (torch copies no p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline.agree import facts_of_model, same_on_all
 from lowtide.pipeline.expert_block import WEIGHTS, SplitExperts
 from lowtide.runtime.session.forward_patch import patched_module
+from lowtide.tensors.compiled import ForwardPatch
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import experts_implementation
 from lowtide.tensors.ranks import any_rank
@@ -48,20 +50,20 @@ _BUCKET_BYTES = 25 << 20
 """Of gradients that are exchanged in one collective."""
 
 
-def split_experts(model: nn.Module, *, group: Any) -> ExpertParallel:
+def split_experts(model: nn.Module, *, group: Any, num_parts: int = 1) -> ExpertParallel:
     """Split the experts of `model` over the ranks of `group`, until `remove()`; every rank of it must call this.
 
-    `group`: a process group; None: all ranks. Call it before `lowtide.apply` or `lowtide.optimize` and before wrapping
+    `group`: a process group; None: all ranks. `num_parts`: of a rank's experts in each block, whose rows travel while
+    another part computes. Call it before `lowtide.apply` or `lowtide.optimize` and before wrapping
     the model. Raises ConfigError: no process group, a model without experts or with unknown ones, a number of experts
-    that does not divide by that of the ranks, a model that is split already.
+    that does not divide by that of the ranks and parts, a model that is split already.
     """
     if not dist.is_initialized():
         raise ConfigError(
             "lowtide.pipeline.split_experts: there is no process group; start the ranks with torchrun and call "
             "torch.distributed.init_process_group first"
         )
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
+    if dist.get_rank(group) < 0:
         raise ConfigError("lowtide.pipeline.split_experts: this rank is not in the group; pass the one that it is in")
     for name, module in model.named_modules():
         if isinstance(module, SplitExperts):
@@ -75,31 +77,37 @@ def split_experts(model: nn.Module, *, group: Any) -> ExpertParallel:
         )
     found = find_experts(model)
     for name, experts in found.items():
-        _check(name, experts, num_ranks)
-    same_on_all(facts_of_model(model), group=group, what="lowtide.pipeline.split_experts")
-    return ExpertParallel(model, found, group=group, rank=rank, num_ranks=num_ranks)
+        _check(name, experts, dist.get_world_size(group), num_parts)
+    same_on_all(facts_of_model(model) | {"num_parts": num_parts}, group=group, what="lowtide.pipeline.split_experts")
+    return ExpertParallel(model, found, group=group, num_parts=num_parts)
 
 
 class ExpertParallel:
     """A model whose experts are split. All methods are collective: every rank of the group calls them."""
 
-    def __init__(self, model: nn.Module, found: Mapping[str, Any], *, group: Any, rank: int, num_ranks: int) -> None:
+    def __init__(self, model: nn.Module, found: Mapping[str, Any], *, group: Any, num_parts: int) -> None:
         self.model = model
         self.group = group
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._found = found
         self._is_split = True
-        self._blocks = [self._split(name, experts) for name, experts in found.items()]
+        self._with_shared: list[ForwardPatch] = []
+        self._blocks = [self._split(name, experts, num_parts) for name, experts in found.items()]
 
-    def _split(self, name: str, experts: Any) -> SplitExperts:
+    def _split(self, name: str, experts: Any, num_parts: int) -> SplitExperts:
         for weight in WEIGHTS:
             parameter = getattr(experts, weight)
             # A copy, or the whole would stay in memory behind the slice.
             parameter.data = self._own_slice(parameter.data).clone()
         is_grouped = _IMPLEMENTATIONS[experts_implementation(experts.config)]
-        split = SplitExperts(experts, group=self.group, is_grouped=is_grouped).train(experts.training)
-        self.model.set_submodule(name, split)
+        block: Any = self.model.get_submodule(name.rpartition(".")[0])
+        code = None if "forward" in vars(block) else getattr(type(block).forward, "__code__", None)
+        shared = block.shared_experts if code is not None and code.co_names == _WITH_SHARED else None
+        split = SplitExperts(experts, group=self.group, is_grouped=is_grouped, num_parts=num_parts, shared=shared)
+        self.model.set_submodule(name, split.train(experts.training))
+        if shared is not None:
+            around = functools.partial(_run_with_shared, block)
+            self._with_shared.append(ForwardPatch(block, around, is_below=True))
         return split
 
     @property
@@ -112,6 +120,8 @@ class ExpertParallel:
         if not self._is_split:
             return
         self._is_split = False
+        while self._with_shared:
+            self._with_shared.pop().close()
         for (name, experts), split in zip(self._found.items(), self._blocks, strict=True):
             for weight in WEIGHTS:
                 parameter = getattr(split, weight)
@@ -195,11 +205,12 @@ class ExpertParallel:
         return torch.cat(parts)
 
 
-def _check(name: str, experts: Any, num_ranks: int) -> None:
-    if experts.num_experts % num_ranks:
+def _check(name: str, experts: Any, num_ranks: int, num_parts: int) -> None:
+    if num_parts < 1 or experts.num_experts % (num_ranks * num_parts):
+        into = f" with num_parts={num_parts}" if num_parts != 1 else ""
         raise ConfigError(
             f"lowtide.pipeline.split_experts: '{name}' has {experts.num_experts} experts, which do not "
-            f"divide by {num_ranks} ranks; choose a group of as many ranks as divide them"
+            f"divide by {num_ranks} ranks{into}; choose a group of as many ranks as divide them"
         )
     for weight in WEIGHTS:
         parameter = getattr(experts, weight)
@@ -275,6 +286,20 @@ KNOWN = ("Qwen3MoeExperts", "DeepseekV3Experts", "MixtralExperts")
 """Classes whose experts were compared with ours to the bit."""
 _IMPLEMENTATIONS = {None: False, "eager": False, "grouped_mm": True}
 """Whether the model runs them as one grouped product."""
+
+
+_WITH_SHARED = ("shape", "gate", "view", "experts", "shared_experts")
+"""What the forward of a block with shared experts calls, in this order, where it is the one that was compared."""
+
+
+def _run_with_shared(block: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The forward of such a block, whose shared experts run while rows travel."""
+    if len(args) != 1 or kwargs:
+        return forward(*args, **kwargs)
+    (x,) = args
+    _, weights, index = block.gate(x)
+    routed, from_shared = block.experts(x.view(-1, x.shape[-1]), index, weights, for_shared=x)
+    return routed.view(*x.shape) + from_shared
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:

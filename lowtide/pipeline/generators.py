@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from lowtide.config.run import SCHEDULES
 from lowtide.errors import ConfigError, did_you_mean
@@ -192,32 +191,6 @@ def one_stage_overlap(num_ranks: int, num_micro_batches: int) -> Schedule:
     row.add("F0&B0", num_micro_batches - 1)
     row.add("B0")
     return Schedule("one_stage_overlap", num_micro_batches, (0,), (tuple(row.actions),))
-
-
-def paired(schedule: Schedule) -> Schedule:
-    """The same schedule, in which a forward and the full backward right after it are a pair where they can be one.
-
-    `dualpipev` has such two on the last rank, where its main part begins; apart they are earlier by what their weight
-    gradients take, so that a pair pays where these are put off (`WeightGradients(most_kept=...)`). Other schedules may
-    stand still then (`gpipe` does), which `verify` says.
-    """
-    rows = []
-    for row in schedule.actions:
-        made: list[AnyAction] = []
-        for each in row:
-            before = made[-1] if made else None
-            if (
-                isinstance(each, Action)
-                and each.kind is Kind.BACKWARD
-                and isinstance(before, Action)
-                and before.kind is Kind.FORWARD
-                and before.makes not in schedule.needs(each)
-            ):
-                made[-1] = Pair(before, each)
-            else:
-                made.append(each)
-        rows.append(tuple(made))
-    return replace(schedule, actions=tuple(rows))
 
 
 GENERATORS: dict[str, Callable[..., Schedule]] = {

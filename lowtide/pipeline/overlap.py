@@ -123,12 +123,11 @@ class Overlap:
         try:
             if forward is not None and backward is not None:
                 self._in_turns(forward, backward)
-            elif forward is not None:
-                with self.alone(FORWARD):
-                    forward()
-            elif backward is not None:
-                with self.alone(BACKWARD):
-                    backward()
+            else:
+                for name, half in ((FORWARD, forward), (BACKWARD, backward)):
+                    if half is not None:
+                        with self.alone(name):
+                            half()
         finally:
             self._is_running = False
 
@@ -239,6 +238,8 @@ class _Half:
             wait: Wait = self.home.start(rows, sent, route).wait
             return wait
         self.note("segment")
+        if self.home.weight_gradients is not None:
+            self.home.weight_gradients.end_stretches()
         work = self.home.start(rows, sent, route)
         return functools.partial(self._wait, work, self.note("issue"))
 

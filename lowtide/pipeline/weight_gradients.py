@@ -13,11 +13,11 @@ Why the same bits: the products are those of torch's own formulas, and the gradi
 than once are summed up before they are added, as autograd does.
 
 With `most_kept` every backward puts off, and a half of a pair (overlap.py) that waits for an exchange while no other
-half can run has the oldest *stretch* run: what was put off between two waits, which takes about as long as what is
-computed between two exchanges. That is one order, the same in every run and on every rank, whatever the clock says.
-After each action, chunks beyond `most_kept` are run; at the end of the step, all. A stage adds up its chunks in the
-order of their backwards, so bits are those of a backward that puts nothing off. A weight is run when all uses of the
-forward have come, or the backward is over.
+half can run has the oldest *stretch* run: what was put off from one start of an exchange, or wait, to the next. That is
+one order, the same in every run and on every rank, whatever the clock says. After each action, chunks
+beyond `most_kept` are run; at the end of the step, all. A stage adds up its chunks in the order of their backwards, so
+bits are those of a backward that puts nothing off. Products run one by one; a weight's are added up when all uses of
+the forward have come, or the backward is over.
 
 Cost: input and output gradient of each such call stay from I to W, or for `most_kept` chunks more. Nothing is copied.
 The call goes through a function written in Python, 10 to 20 us.
@@ -49,6 +49,8 @@ Chunk = tuple[int, int]
 _Closure = Callable[[], torch.Tensor]
 _Uses = list[tuple[GradientEdge, _Closure]]
 """Of a weight in one chunk: the places in the graph that gradients are of (perhaps of a cast), and what gives these."""
+_Stretch = list[Callable[[], object]]
+"""What was put off from one exchange to the next, in order: products, and sums of weights whose uses have all come."""
 _WEIGHT = 1
 """The place of the weight among the inputs of the functions of this file."""
 
@@ -65,8 +67,8 @@ class _PutOff:
         """Nodes of the graph: autocast's cast of a weight, and the bias beside it."""
         self._closures: dict[Any, _Uses] = {}
         """Of weights of which not all uses have come."""
-        self._ready: list[_Uses] = []
-        """Of those that nobody has taken yet."""
+        self._ready: _Stretch = []
+        """What nobody has taken yet."""
         self.watch: Any = None
         """Of a step that is observed: it numbers inputs, and is told of what a plain backward does at once."""
 
@@ -75,19 +77,21 @@ class _PutOff:
         if self.is_in_backward:
             leaf = _leaf_of(edge.node)
             uses = self._closures.setdefault(leaf, [])
-            uses.append((edge, _as_in_backward(closure, of_output.device.type)))
+            # It computes when it is first called, and what sums up has that.
+            uses.append((edge, functools.cache(_as_in_backward(closure, of_output.device.type))))
+            self._ready.append(uses[-1][1])
             if len(uses) == self.num_uses[leaf]:
-                self._ready.append(self._closures.pop(leaf))
+                self._ready.append(functools.partial(_add_up, self._closures.pop(leaf)))
             return
         gradient = closure()
         if self.watch is not None:
             self.watch.made(number, of_output, gradient)
         torch.autograd.backward((edge,), (gradient,))
 
-    def take(self) -> list[_Uses]:
-        """Weights whose gradients can be added up, each once. When the backward is over these are all."""
+    def take(self) -> _Stretch:
+        """What can be computed, each once. When the backward is over this is all."""
         if not self.is_in_backward:
-            self._ready += self._closures.values()
+            self._ready += (functools.partial(_add_up, uses) for uses in self._closures.values())
             self._closures = {}
         taken, self._ready = self._ready, []
         return taken
@@ -117,7 +121,7 @@ def _as_in_backward(closure: _Closure, kind: str) -> _Closure:
     dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def run() -> torch.Tensor:
-        with torch.autocast(kind, dtype=dtype, enabled=is_on):
+        with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=is_on):
             return closure()
 
     return run
@@ -150,7 +154,7 @@ class WeightGradients:
         """Around what is added up for a stage. The step that is under way sets it."""
         self._chunks: defaultdict[Chunk, _PutOff] = defaultdict(_PutOff)
         """Whose backward is not over."""
-        self._waiting: deque[tuple[Chunk, list[_Uses]]] = deque()
+        self._waiting: deque[tuple[Chunk, _Stretch]] = deque()
         """Stretches, in the order in which they were put off."""
         self._linears: list[ForwardPatch] = []
 
@@ -196,15 +200,16 @@ class WeightGradients:
                 yield
         finally:
             put_off.is_in_backward = False
-        self._end_stretches()
+        self.end_stretches()
         del self._chunks[chunk]
 
-    def _end_stretches(self) -> None:
+    def end_stretches(self) -> None:
+        """An exchange starts, or is waited for."""
         self._waiting += ((chunk, taken) for chunk, put_off in self._chunks.items() if (taken := put_off.take()))
 
     def at_wait(self, *, is_alone: bool) -> bool:
         """A half waits for an exchange. Where it is alone, run the oldest stretch; False if nothing was run."""
-        self._end_stretches()
+        self.end_stretches()
         if not is_alone or self.most_kept is None or not self._waiting:
             return False
         with disable_current_modes():
@@ -219,10 +224,10 @@ class WeightGradients:
                 self._waiting.remove(each)
                 self._run(*each)
 
-    def _run(self, chunk: Chunk, stretch: list[_Uses]) -> None:
+    def _run(self, chunk: Chunk, stretch: _Stretch) -> None:
         with self.of_stage(chunk[0]):
             while stretch:
-                _add_up(stretch.pop(0))
+                stretch.pop(0)()
 
     def run_most(self, split: Collection[Chunk]) -> None:
         """Add up the oldest chunks, until so many are left as may be kept. split: those that their W will run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -17,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import ConfigError
-from lowtide.pipeline import Overlap, Pipeline, WeightGradients, all_to_all, find_ties, linear
+from lowtide.pipeline import Overlap, Pipeline, WeightGradients, all_to_all, find_ties, linear, split_experts
 from lowtide.pipeline.exchange import Route, start_on_group
-from lowtide.pipeline.generators import make_schedule, paired
+from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Event
 from lowtide.pipeline.schedule import Schedule
 from tests.pipeline import moe
+from tests.support import moe_models
 from tests.support.exposed import exposed
 from tests.support.solved import random_plan
 from tests.support.virtual_engine import VirtualEngine
@@ -211,8 +213,6 @@ def pipeline(
         return start_on_group(rows, sent, dataclasses.replace(route, group=own_group))
 
     made = make_schedule(schedule, num_ranks=2, num_micro_batches=NUM_MICRO_BATCHES)
-    if most_kept == 2:
-        made = paired(made)
     inputs = [torch.randn(2, 5 + number % 3, moe.WIDTH, generator=torch.Generator().manual_seed(number))
               for number in range(NUM_MICRO_BATCHES)]  # fmt: skip
     truth, losses = _stages(made, most_kept, change, is_plain=True), []
@@ -265,6 +265,50 @@ def pipeline(
         "num_exposed": len(exposed(log)),
         "num_filled": sum(event.kind == "fill" for event in log),
     }
+
+
+class _Residual(nn.Module):
+    """A stage: a block of DeepSeek-V3, with shared experts and with others."""
+
+    def __init__(self, seed: int, implementation: str) -> None:
+        super().__init__()
+        self.mlp = moe_models.make_model("deepseek_v3", implementation, seed=seed).model.layers[1].mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+def split_blocks(rank: int, implementation: str, num_parts: int, memory: dict[str, Any] | None) -> dict[str, Any]:
+    """A step of a pipeline of such stages, each with a group of its own; what differs from one process."""
+    own_group = [dist.new_group([each]) for each in range(2)][rank]
+    schedule = make_schedule("dualpipev", num_ranks=2, num_micro_batches=NUM_MICRO_BATCHES)
+    stages = [_Residual(seed, implementation) for seed in range(schedule.num_stages)]
+    truth = copy.deepcopy(stages)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 5 + number % 3, 32, generator=generator) for number in range(NUM_MICRO_BATCHES)]
+    losses = []
+    for batch in inputs:
+        loss = _loss(nn.Sequential(*truth)(batch), batch)
+        loss.backward()
+        losses.append(loss.detach())
+    own = {stage: stages[stage] for stage in schedule.stages_of(rank)}
+    for stage in own.values():
+        split_experts(stage, group=own_group, num_parts=num_parts)
+    has_last = schedule.num_stages - 1 in own
+    log: list[Event] = []
+    weights = WeightGradients(most_kept=2)
+    run_pair = Overlap(log=log.append, weight_gradients=weights).run_pair
+    with contextlib.ExitStack() as stack:
+        for stage in own.values() if memory is not None else ():
+            stack.enter_context(lowtide.apply(stage, memory, group=own_group))
+        runner = Pipeline(schedule, own, loss=_loss if has_last else None, run_pair=run_pair, weight_gradients=weights)
+        stack.callback(runner.close)
+        got = runner.step(inputs if 0 in own else None, inputs if has_last else None)
+    wanted = {f"{number} {name}": p for number in own for name, p in truth[number].named_parameters()}
+    found = {f"{number} {name}": p for number, stage in own.items() for name, p in stage.named_parameters()}
+    different = [name for name, p in found.items() if not same_bits(p.grad, wanted[name].grad / NUM_MICRO_BATCHES)]
+    different += [str(number) for number, loss in enumerate(got) if not same_bits(loss, losses[number])]
+    return {"different": different, "num_filled": sum(event.kind == "fill" for event in log), "num": len(found)}
 
 
 def _stages(

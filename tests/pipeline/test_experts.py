@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
-from lowtide.pipeline import expert_block, split_experts
-from lowtide.pipeline.exchange import all_to_all
+from lowtide.pipeline import Overlap, expert_block, split_experts
+from lowtide.pipeline.exchange import start_on_group
 from lowtide.pipeline.experts import find_experts
 from tests.support import moe_models, two_ranks
 from tests.support.zoo import same_bits
@@ -37,7 +37,7 @@ MEMORIES: dict[str, Any] = {
 
 
 def equals_one_process(
-    rank: int, kind: str, implementation: str, batches: str = "alike", dtype: str = "float32"
+    rank: int, kind: str, implementation: str, batches: str = "alike", *, dtype: str = "float32", num_parts: int = 1
 ) -> dict[str, Any]:
     model = moe_models.make_model(kind, implementation).to(getattr(torch, dtype))
     if batches == "idle":  # experts 0, 2 and 3 of rank 0 have it all
@@ -49,7 +49,7 @@ def equals_one_process(
     losses, truth = moe_models.together(model, given)
     apart = copy.deepcopy(model)
     losses_apart = [moe_models.run_step(apart, batch) for batch in (*given[0], *given[1])]
-    handle = split_experts(model, group=None)
+    handle = split_experts(model, group=None, num_parts=num_parts)
     num_rows = _watch_rows(model)
     own = [moe_models.run_step(model, batch) for batch in given[rank]]
     handle.average_gradients()
@@ -66,13 +66,13 @@ def equals_one_process(
     }
 
 
-def equals_the_whole_model(rank: int, kind: str, implementation: str, dtype: str) -> list[str]:
+def equals_the_whole_model(rank: int, kind: str, implementation: str, dtype: str, num_parts: int) -> list[str]:
     """On a rank of its own. What differs from the model of transformers."""
     model = moe_models.make_model(kind, implementation)
     if dtype != "autocast":
         model.to(getattr(torch, dtype))
     whole, batch = copy.deepcopy(model), moe_models.make_batch(rank)
-    handle = split_experts(model, group=_groups_of_one()[rank])
+    handle = split_experts(model, group=_groups_of_one()[rank], num_parts=num_parts)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
         losses = {"loss": moe_models.run_step(model, batch)}, {"loss": moe_models.run_step(whole, batch)}
     handle.average_gradients()
@@ -141,6 +141,7 @@ def keeps_state(rank: int) -> dict[str, bool]:
     handle.remove()
     handle.remove()
     found["moved"] = all(not torch.equal(before[name], trained[name]) for name in handle.parameter_names)
+    found["forwards"] = not any("forward" in vars(module) for module in model.modules())
     found["put back"] = dict(model.named_modules()) == modules and not _differing(model.state_dict(), trained)
     found["same objects"] = all(parameter is parameters[name] for name, parameter in model.named_parameters())
     found["gradients"] = not _differing(_halved(moe_models.gradients_of(model), handle.parameter_names, rank), own)
@@ -150,10 +151,11 @@ def keeps_state(rank: int) -> dict[str, bool]:
 
 
 def equals_without_lowtide(rank: int, kind: str, implementation: str, memory: str) -> dict[str, Any]:
+    """The shared experts, and parts of the others, are nothing that a plan changes."""
     model = moe_models.make_model(kind, implementation)
     plain = copy.deepcopy(model)
     truth = _three_steps(plain, split_experts(plain, group=None), rank, None)
-    handle = split_experts(model, group=dist.new_group([0, 1]))
+    handle = split_experts(model, group=dist.new_group([0, 1]), num_parts=2)
     use = lowtide.optimize if "budget" in MEMORIES[memory] else lowtide.apply
     with use(model, memory=MEMORIES[memory] | {"min_bytes": 0}) as tide:
         found = _three_steps(model, handle, rank, tide)
@@ -165,27 +167,31 @@ def equals_without_lowtide(rank: int, kind: str, implementation: str, memory: st
     return {"differing": differing, "swapped": swapped, "recomputed": stats.recomputed_bytes > 0}
 
 
-def reads_what_the_exchange_gave_back(rank: int) -> tuple[int, bool]:
-    """Each exchange gives back other tensors in place of those that were carried: gradients end there."""
-    model = moe_models.make_model("qwen3_moe", "eager")
-    split_experts(model, group=_groups_of_one()[rank])
-    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-    cuts = []
+def hides_exchanges(rank: int) -> list[str]:
+    """Of one block, forward and backward: what starts, what is waited for, and when the shared experts compute."""
+    model = moe_models.make_model("deepseek_v3", "eager")
+    split_experts(model, group=_groups_of_one()[rank], num_parts=2)
+    block = model.model.layers[1].mlp
+    seen: list[str] = []
+    block.shared_experts.register_forward_pre_hook(lambda *_: seen.append("shared"))
+    block.shared_experts.gate_proj.register_full_backward_pre_hook(lambda *_: seen.append("shared"))
 
-    def cutting(x: Tensor, *splits: Any, group: Any, carry: tuple[Tensor, ...] | None = None) -> Any:
-        if carry is None:  # how many rows will come
-            return all_to_all(x, *splits, group=group)
-        carried = tuple(tensor.detach().requires_grad_() for tensor in carry)
-        cuts.append(carried)
-        return (all_to_all(x, *splits, group=group), *carried)
+    class Work:
+        def __init__(self, work: Any) -> None:
+            self.wait = lambda: (seen.append("wait"), work.wait())
 
-    expert_block.all_to_all = cutting
-    try:
-        moe_models.run_step(model, moe_models.make_batch(rank))
-    finally:
-        expert_block.all_to_all = all_to_all
-    has_gradient = [gate.weight.grad is not None and bool(gate.weight.grad.any()) for gate in gates]
-    return len([cut for cut in cuts if cut]), any(has_gradient)
+    def start(rows: Tensor, sent: Tensor, route: Any) -> Any:
+        work = start_on_group(rows, sent, route)
+        if not sent.is_floating_point():
+            return work
+        seen.append("start")
+        return Work(work)
+
+    overlap, made = Overlap(start=start), []
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    overlap.run_pair(lambda: made.append(block(x)), None)
+    overlap.run_pair(None, lambda: made[0].sum().backward())
+    return seen
 
 
 def refuses(rank: int) -> list[str]:
@@ -197,6 +203,9 @@ def refuses(rank: int) -> list[str]:
     moe_models.run_step(trained, moe_models.make_batch(0))
     not_ours = _groups_of_one()[1 - rank]
     texts = []
+    with pytest.raises(ConfigError) as error:
+        split_experts(trained, group=None, num_parts=3)
+    texts.append(str(error.value))
     for model, group in ((indivisible, None), (twice, None), (planned, None), (trained, None), (trained, not_ours)):
         with pytest.raises(ConfigError) as error:
             split_experts(model, group=group)
@@ -251,9 +260,9 @@ def _watch_rows(model: nn.Module) -> list[list[int]]:
     def watch(block: Any) -> None:
         run = block._run
 
-        def watched(rows: Tensor, num_rows: Tensor) -> Tensor:
+        def watched(rows: Tensor, num_rows: Tensor, *weights: Any) -> Tensor:
             seen.append(num_rows.tolist())
-            return run(rows, num_rows)
+            return run(rows, num_rows, *weights)
 
         block._run = watched
 
@@ -283,6 +292,18 @@ JOBS: dict[str, two_ranks.Job] = {
             ("deepseek_v3", "grouped_mm", "idle"),
         )
     },
+    **{
+        f"{kind} {implementation} {batches} in {num_parts} parts": (
+            "equals_one_process",
+            {"kind": kind, "implementation": implementation, "batches": batches, "num_parts": num_parts},
+        )
+        for kind, implementation, batches, num_parts in (
+            ("deepseek_v3", "eager", "accumulated", 2),
+            ("deepseek_v3", "grouped_mm", "idle", 4),
+            ("mixtral", "eager", "uneven", 4),
+            ("qwen3_moe", "grouped_mm", "accumulated", 2),
+        )
+    },
     "bfloat16": (
         "equals_one_process",
         {"kind": "deepseek_v3", "implementation": "grouped_mm", "batches": "accumulated", "dtype": "bfloat16"},
@@ -290,11 +311,11 @@ JOBS: dict[str, two_ranks.Job] = {
     **{
         f"alone {kind} {implementation} {dtype}": (
             "equals_the_whole_model",
-            {"kind": kind, "implementation": implementation, "dtype": dtype},
+            {"kind": kind, "implementation": implementation, "dtype": dtype, "num_parts": num_parts},
         )
         for kind in moe_models.KINDS
         for implementation in ("eager", "grouped_mm")
-        for dtype in ("float32", "bfloat16", "autocast")
+        for dtype, num_parts in (("float32", 1), ("bfloat16", 4), ("autocast", 2))
     },
     "replicas": ("equals_one_batch_after_the_other", {}),
     "absent": ("averages_what_one_rank_lacks", {}),
@@ -310,7 +331,7 @@ JOBS: dict[str, two_ranks.Job] = {
         for kind, implementation in (("qwen3_moe", "eager"), ("deepseek_v3", "grouped_mm"))
         if kind == ("qwen3_moe" if memory == "swap" else "deepseek_v3") or memory == "recompute"
     },
-    "carry": ("reads_what_the_exchange_gave_back", {}),
+    "hidden": ("hides_exchanges", {}),
     "refused": ("refuses", {}),
 }
 
@@ -403,9 +424,10 @@ def test_state_is_the_whole_models_and_comes_back(answers: dict[str, tuple[Any, 
 
 
 @pytest.mark.slow
-def test_weights_are_read_from_what_the_exchange_gave_back(answers: dict[str, tuple[Any, Any]]) -> None:
-    """So that the graph can be cut there: both exchanges of each of three blocks carry them."""
-    assert answers["carry"] == ((6, False), (6, False))
+def test_shared_experts_and_other_parts_run_while_rows_travel(answers: dict[str, tuple[Any, Any]]) -> None:
+    forward = ["start", "start", "shared", "wait", "start", "wait", "start", "wait", "wait"]
+    backward = ["start", "start", "wait", "start", "wait", "start", "shared", "wait", "wait"]
+    assert answers["hidden"] == (forward + backward,) * 2
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -416,6 +438,8 @@ def test_what_cannot_be_split_on_these_ranks(answers: dict[str, tuple[Any, Any]]
     texts, others = answers["refused"]
     assert texts == others
     assert [text.removeprefix("lowtide.pipeline.split_experts: ") for text in texts] == [
+        "'model.layers.0.mlp.experts' has 8 experts, which do not divide by 2 ranks with num_parts=3; choose a group "
+        "of as many ranks as divide them",
         "'model.layers.0.mlp.experts' has 7 experts, which do not divide by 2 ranks; choose a group of as many ranks "
         "as divide them",
         "'model.layers.0.mlp.experts' is split already; call remove() on the handle of that split",

@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.config.run import SCHEDULES, ClusterSchedule, RunSchedule
 from lowtide.errors import ConfigError
-from lowtide.pipeline.generators import GENERATORS, make_schedule, paired
+from lowtide.pipeline.generators import GENERATORS, make_schedule
 from lowtide.pipeline.schedule import Kind, Pair, Schedule, from_csv, to_csv
 from lowtide.pipeline.verify import verify
 from tests.pipeline.torch_oracle import rows_of
@@ -179,14 +179,3 @@ def test_one_table_knows_every_schedule() -> None:
             pairs = [each for row in schedule.actions for each in row if isinstance(each, Pair)]
             assert bool(pairs) == kind.has_pairs
             assert schedule.num_stages == num_ranks * (kind.stages_per_rank or 2)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_paired_joins_what_the_last_rank_of_dualpipev_begins_with(num_ranks: int) -> None:
-    schedule = make_schedule("dualpipev", num_ranks=num_ranks, num_micro_batches=2 * num_ranks + 1)
-    found = paired(schedule)
-    verify(found)
-    assert found.actions[:-1] == schedule.actions[:-1]
-    before, after = schedule.actions[-1], found.actions[-1]
-    number = next(number for number, each in enumerate(after) if each != before[number])
-    assert after == (*before[:number], Pair(before[number], before[number + 1]), *before[number + 2 :])

@@ -215,16 +215,6 @@ def test_a_pending_exchange_gives_one_tensor_and_can_be_read_twice() -> None:
         assert torch.equal(x.grad, 2 * times * x)
 
 
-def test_carried_tensors_are_the_same_ones() -> None:
-    a, b = torch.randn(3, 2, requires_grad=True), torch.randn(1)
-
-    def forward() -> None:
-        rows, first, second = all_to_all(a * 1, [3], [3], carry=(a, b))
-        assert first is a and second is b and same_bits(rows.detach(), a.detach())
-
-    Overlap(start=late).run_pair(forward, None)
-
-
 # -- recompute and swap ------------------------------------------------------------------------------------------------
 
 PLANS = {

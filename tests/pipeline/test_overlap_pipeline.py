@@ -29,11 +29,25 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+SPLIT: dict[str, dict[str, Any]] = {
+    "two parts": {"implementation": "eager", "num_parts": 2, "memory": None},
+    "four parts, recompute": {"implementation": "grouped_mm", "num_parts": 4, "memory": {"recompute": ["mlp"]}},
+    "two parts, recompute, swap": {
+        "implementation": "eager",
+        "num_parts": 2,
+        "memory": {"recompute": ["mlp.experts"], "swap": ["mlp"], "min_bytes": 0},
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def answers() -> dict[str, tuple[Any, Any]]:
     jobs = [("pipeline", arguments) for arguments in CASES.values()]
+    jobs += [("split_blocks", arguments) for arguments in SPLIT.values()]
     with tempfile.TemporaryDirectory() as folder:
-        return dict(zip(CASES, two_ranks.run("tests.pipeline.overlap_jobs", jobs, Path(folder)), strict=True))
+        return dict(
+            zip([*CASES, *SPLIT], two_ranks.run("tests.pipeline.overlap_jobs", jobs, Path(folder)), strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,6 +59,15 @@ def test_a_pipeline_with_overlap_has_the_bits_of_one_process(answers: dict[str, 
         assert rank["num_issues"] > rank["num_alone"] or "no pairs" in name
         # Weight gradients hide every second exchange of a backward alone, and more where some are kept.
         assert 4 * rank["num_filled"] >= (rank["num_alone"] if "kept" in name else 0)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_parts_of_experts_and_shared_ones_hide_exchanges_with_the_bits_of_one_process(
+    answers: dict[str, tuple[Any, Any]], name: str
+) -> None:
+    for rank in answers[name]:
+        assert rank["different"] == []
+        assert rank["num_filled"] > 0 < rank["num"]
 
 
 class _Product(nn.Linear):

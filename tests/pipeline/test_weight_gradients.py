@@ -119,6 +119,32 @@ def test_two_views_of_a_weight_are_added_up_before_they_are_added() -> None:
     assert same_bits(weight.grad, wanted)
 
 
+def test_waits_run_products_before_all_uses_of_a_weight_have_come() -> None:
+    """As experts have them, of which some compute between two waits. The sum comes last, and once."""
+    x, weight, ran = torch.randn(4, 8, requires_grad=True), nn.Parameter(torch.randn(3, 8, 8)), []
+    store = WeightGradients(most_kept=2)
+
+    def one_after_another(call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        y = x
+        for each in weight.unbind():
+            y = torch.tanh(call(y, each))
+            y.register_hook(lambda gradient: ran.append(store.at_wait(is_alone=True)))
+        return y
+
+    weight.grad = torch.randn(3, 8, 8)
+    before = weight.grad.clone()
+    _plain(lambda: one_after_another(F.linear))
+    wanted, ran[:] = weight.grad, []
+    weight.grad = before.clone()
+    with store.forward(CHUNK):
+        output = one_after_another(linear)
+    with store.put_off(CHUNK):
+        output.backward(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+    assert ran == [False, True, True] and same_bits(weight.grad, before)
+    store.finish()
+    assert same_bits(weight.grad, wanted)
+
+
 def test_hooks_of_the_weight_see_one_backward() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     seen: list[str] = []

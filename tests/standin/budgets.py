@@ -25,7 +25,7 @@ from lowtide.errors import BudgetError
 from lowtide.timeline.step import Link
 from tests.standin import device
 
-HERE = torch.device("standin", 0)
+HERE = torch.device(device.NAME, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The stand-in device (device.cpp): built once, loaded into this process, registered as an accelerator of torch.
 
 After `load()` the device is `standin:0` and `standin:1`, and `torch.accelerator` finds it. That cannot be undone: only
-processes of their own load it (tests/conftest.py, `LOWTIDE_STANDIN=1`).
+processes of their own load it (tests/conftest.py, `LOWTIDE_STANDIN=1`). With `LOWTIDE_STANDIN=npu` it has torch_npu's
+names: devices `npu:0` and `npu:1`, the module `torch.npu`.
 
 `play` chooses the adversary: 'late' runs a copy when a wait forces it; 'early' as soon as it may, and queries say so;
 'hidden' the same, and queries say no; a number draws; 'clock' lets the host see what is over at the compute stream's
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-NAME = "standin"
+NAME = "npu" if os.environ.get("LOWTIDE_STANDIN") == "npu" else "standin"
 NUM_DEVICES = 2
 _SOURCE = Path(__file__).with_name("device.cpp")
 _Watcher = ctypes.CFUNCTYPE(None, ctypes.c_int64)
@@ -79,15 +80,15 @@ def _built() -> Path:
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()).hexdigest()[:12]
-    folder = root / f"lowtide_{NAME}_{digest}"
-    library = folder / f"{NAME}.so"
+    folder = root / f"lowtide_standin_{digest}"
+    library = folder / "standin.so"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # unlike cpp_extension's own, it goes with the process that holds it
         if not (folder / "done").exists():
             (folder / "lock").unlink(missing_ok=True)
             cpp_extension.load(
-                NAME,
+                "standin",
                 [str(_SOURCE)],
                 build_directory=str(folder),
                 extra_cflags=["-O1", "-std=c++20"],
@@ -98,7 +99,7 @@ def _built() -> Path:
 
 
 def _module(library: ctypes.CDLL) -> types.ModuleType:
-    """What torch and its users ask of `torch.standin`: the devices, and their random states."""
+    """What torch and its users ask of `torch.standin` or `torch.npu`: the devices, and their random states."""
 
     def index(device: object = None) -> int:
         if isinstance(device, int):

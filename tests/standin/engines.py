@@ -7,8 +7,9 @@ import torch
 from lowtide.engines.accelerator import AcceleratorEngine, Mark
 from lowtide.engines.base import Lane, Slot
 from lowtide.engines.device_ops import TorchDevice
+from tests.standin import device
 
-HERE = torch.device("standin", 0)
+HERE = torch.device(device.NAME, 0)
 MIB = 2**20
 
 

@@ -11,9 +11,10 @@ import torch
 
 import lowtide
 from lowtide.engines.base import Engine
+from tests.standin import device
 from tests.support import zoo
 
-HERE = torch.device("standin", 0)
+HERE = torch.device(device.NAME, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

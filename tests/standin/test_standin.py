@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/standin/on_device"
 
 
-def run_group(folder: Path, marks: str, *words: str, seconds: float) -> None:
+def run_group(folder: Path, marks: str, *words: str, seconds: float, names: str = "1") -> None:
     """Run the tests with these marks in a process that has the device. Fails with what they print."""
     command = ["-q", "-n0", "-p", "no:cacheprovider", "-m", marks, *words]
     code = f"import os, sys, pytest; os.chdir({str(ROOT)!r}); sys.exit(pytest.main(sys.argv[1:]))"
-    has_device = {"LOWTIDE_STANDIN": "1", "XDG_CACHE_HOME": str(folder)}
+    has_device = {"LOWTIDE_STANDIN": names, "XDG_CACHE_HOME": str(folder)}
     status, out, err = processes.program(code, folder, *command, seconds=seconds, **has_device)
     if status is None:
         pytest.fail(f"not done after {seconds} s:\n{out[-2000:]}")
@@ -46,6 +46,14 @@ def test_on_the_stand_in_device(half: int, tmp_path: Path) -> None:
 def test_the_gpu_tests_of_the_engine_run_on_it(tmp_path: Path) -> None:
     """The file that `make gpu` runs on a GPU, as it is."""
     run_group(tmp_path, "gpu", "tests/engines/test_accelerator.py", seconds=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_with_the_names_of_torch_npu(tmp_path: Path) -> None:
+    """Engine, tiers, optimizer state, affinity and doctor, on `npu:0` and `npu:1`."""
+    files = [f"{ON_DEVICE}/test_{name}.py" for name in ("names", "apply", "optimizer_state", "memory_runs_out")]
+    run_group(tmp_path, "not slow and not extended", *files, seconds=500, names="npu")
 
 
 @pytest.mark.extended

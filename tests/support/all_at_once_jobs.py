@@ -81,7 +81,7 @@ def everything(rank: int) -> tuple[list[float], dict[str, Any], int, int, int]:
     stages = cut(model, layers_of_stages(4, schedule.num_stages))
     own = {stage: stages[stage] for stage in schedule.stages_of(rank // SIZE)}
     modules = nn.ModuleList(own.values())
-    experts = split_experts(modules, group=group)
+    experts = split_experts(modules, group=group, num_parts=2)
     for stage in own.values():
         _cut(stage, mesh["tensor"])
     has_loss = schedule.num_stages - 1 in own

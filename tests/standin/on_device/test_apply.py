@@ -21,7 +21,7 @@ from tests.support import zoo
 from tests.support.grid import one_of
 
 SWAP_ALL = {"swap": "all", "min_bytes": 0}
-DEVICES = [torch.device("standin", number) for number in range(2)]
+DEVICES = [torch.device(device.NAME, number) for number in range(2)]
 NAMES = sorted(zoo.CASES.keys() - {"sparse"})  # the device has no sparse tensors
 
 
@@ -47,7 +47,7 @@ def drawn(seed: int) -> tuple[Run, str | int, float]:
         accumulate=draw.choice([1, 1, 2]),
         seed=draw.randint(0, 3),
         window_bytes=draw.choice([0, 0, 4096, None]),
-        device=torch.device("standin", draw.choice([0, 0, 0, 1])),
+        device=torch.device(device.NAME, draw.choice([0, 0, 0, 1])),
     )
     return run, draw.choice(["late", "early", seed, seed, seed]), draw.choice([0.05, 0.3, 0.6, 0.95])
 

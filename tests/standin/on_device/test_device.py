@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.standin import device
 from tests.support import zoo
 
-HERE = torch.device("standin", 0)
-THERE = torch.device("standin", 1)
+HERE = torch.device(device.NAME, 0)
+THERE = torch.device(device.NAME, 1)
 MIB = 2**20
 
 
@@ -89,9 +89,9 @@ def test_views_types_and_sizes() -> None:
 def test_a_seed_repeats_what_is_drawn() -> None:
     torch.manual_seed(5)
     first = torch.rand(4, device=HERE)
-    state = torch.get_device_module("standin").get_rng_state(HERE)
+    state = torch.get_device_module(device.NAME).get_rng_state(HERE)
     second = torch.rand(4, device=HERE)
-    torch.get_device_module("standin").set_rng_state(state, HERE)
+    torch.get_device_module(device.NAME).set_rng_state(state, HERE)
     assert torch.equal(second, torch.rand(4, device=HERE))
     torch.manual_seed(5)
     assert torch.equal(first, torch.rand(4, device=HERE))

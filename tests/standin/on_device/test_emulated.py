@@ -36,7 +36,7 @@ def test_the_engine_takes_the_time_that_the_timeline_says(model: str, name: str)
 
 def test_a_codec_is_priced_by_the_clock_of_the_device() -> None:
     """Not by the host's, which waits for the device here and is ahead of it in a step."""
-    mask = torch.ones(2**16, dtype=torch.bool, device="standin")
+    mask = torch.ones(2**16, dtype=torch.bool, device=device.NAME)
     prices = []
     for rate in (1e9, 2e9):
         device.set_speeds(memory=rate, launch=0.0)

@@ -20,7 +20,7 @@ from lowtide.profiling.op_timer import DeviceClock
 from tests.standin import device, swaps
 from tests.support import zoo
 
-HERE, THERE = (torch.device("standin", number) for number in range(2))
+HERE, THERE = (torch.device(device.NAME, number) for number in range(2))
 MIB = 2**20
 
 
@@ -132,7 +132,7 @@ def test_a_lanes_thread_never_makes_another_device_the_current_one(tmp_path: Pat
 @pytest.mark.parametrize("apply", [lowtide.apply, lowtide.optimize], ids=["apply", "optimize"])
 def test_a_capture_is_refused(apply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A8. The device captures nothing; it says that it does."""
-    module = torch.get_device_module("standin")
+    module = torch.get_device_module(device.NAME)
     case, model = zoo.CASES["mlp"], zoo.CASES["mlp"].build(0, HERE)
     with apply(model, memory={"swap": "all"} if apply is lowtide.apply else {"budget": 1 << 30}):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)

@@ -20,7 +20,7 @@ from tests.standin import device
 from tests.support import zoo
 from tests.support.solved import plan_with
 
-DEVICE = torch.device("standin", 0)
+DEVICE = torch.device(device.NAME, 0)
 
 
 class Pools(nn.Module):
