@@ -57,10 +57,11 @@ __all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605
 if not TYPE_CHECKING:  # else every misspelt name would be right
 
     def __getattr__(name):
-        if name not in _HOMES:
-            raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
         import importlib
 
+        if name not in _HOMES:
+            own = importlib.import_module(__name__)  # Python looks for the nearest name in it
+            raise AttributeError(f"module 'lowtide' has no attribute {name!r}", name=name, obj=own)
         value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
 

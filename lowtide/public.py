@@ -43,9 +43,9 @@ def apply(
     """Make `model` train by a memory plan, until `tide.remove()` or the end of `with tide:`.
 
     `memory` is a `Plan`, a `MemoryConfig`, a mapping with the keys of the `memory` section, or the path of a YAML
-    file. `engine` is an engine, the name of one, or a function that makes one for a plan; absent, it is
-    chosen by the device of the model. Gradients are the same to the bit; `state_dict` does not change.
-    If `memory` has a budget, this is `optimize`.
+    file; with a budget in it, this is `optimize`. Gradients are the same to the bit; `state_dict` does not change.
+    `engine` moves the bytes: an engine, the name of one ("accelerator", "host"), or a function that makes one for a
+    plan; absent, it is chosen by the device of the model.
     A file or a mapping with MindSpore Transformers' `recompute_config` or `swap_config` means what it means there; the
     first forward pass is then observed (one extra step, after which everything is as before). If `model` is one stage
     of a pipeline, `first_layer` is the number that its first layer has in the whole model, from 0.
@@ -100,11 +100,11 @@ def optimize(
 
     lowtide observes the first forward pass (one extra step, after which everything is as before) and makes a plan from
     it. Later passes run under the plan. The first two of them correct it, and new shapes of inputs, or a model that has
-    changed, get new plans. With several ranks (`group`) all use one plan, for the smallest budget. `say` gets a line
-    when a plan is made. Where no plan fits, the one with the smallest peak is used, with a warning that says by how
-    much it is over. `strict` (also in `memory`): that is a `BudgetError`, as it is where the device has no room for
-    that plan. Without `optimizer`, the one that steps the model's parameters is found, and its state counted from then
-    on. Raises `ConfigError` at once for mistakes.
+    changed, get new plans. With several ranks (`group`) all use one plan, for the smallest budget. The logger `lowtide`
+    gets a line about each plan (level INFO). Where no plan fits, the one with the smallest peak is used, and a warning
+    says by how much it is over; with `strict` (also a key of `memory`), or where the device has less than that plan
+    needs, it is a `BudgetError`. Without `optimizer`, the one that steps the model's parameters is found, and its state
+    is counted from then on. Raises `ConfigError` at once for mistakes.
     """
     from lowtide.runtime.autopilot.autopilot import optimize as optimize_model
     from lowtide.runtime.autopilot.plan_model import merged_config
@@ -142,9 +142,9 @@ def observe(
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Profile:
-    """Run one real step of `model` on `batch` (as in `plan`) and say what it saves, where, for how long, and what each
-    operator costs. Gradients, buffers and random state are left as they were. Raises `ConfigError` for a batch that
-    does not fit the model or a loss that is not a scalar."""
+    """The profile of one real step of `model` on `batch` (as in `plan`): what it saves, where and for how long, and
+    what each operator costs. Gradients, buffers and random state are left as they were. Raises `ConfigError` for a
+    batch that does not fit the model or a loss that is not a scalar."""
     from lowtide.profiling.observe_step import observe as observe_step
 
     check_function("lowtide.observe", "loss", loss, _LOSS)
@@ -173,10 +173,10 @@ def remove(model: torch.nn.Module) -> None:
 
 
 def write_report(handle: torch.nn.Module | Tide | Tides, path: str | os.PathLike[str]) -> Path:
-    """Write what `handle`, or the model that it is on, does and did: its plan, the memory and the lanes of a step.
+    """Write a report of a model under lowtide, or of its handle: the plan, and the memory and the lanes of a step.
 
     The form follows the name of `path`: `.html` (one file, opens offline; needs matplotlib, the extra `report`),
-    `.trace.json` (for Perfetto), `.pickle` (a memory snapshot for pytorch.org/memory_viz) or `.json`. Gives the path.
+    `.trace.json` (for Perfetto), `.pickle` (a memory snapshot for pytorch.org/memory_viz) or `.json`. Returns the path.
     Raises `ConfigError` for other names, for a trace or a snapshot of a plan of rules alone, for a model that is not
     under lowtide, and before the first step.
     """

@@ -28,8 +28,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError, ConfigError
-from lowtide.planner.rerun_layers import can_rerun
-from lowtide.report.export import Setting, play_setting
+from lowtide.report.budget_sweep import BY_HAND, by_hand
 from lowtide.timeline.hardware import Hardware
 from lowtide.units import format_bytes, format_seconds
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     import torch
 
 Grown = Literal["batch", "sequence"]
-BY_HAND = {"plain": None, "every layer checkpointed": 1, "every second layer": 2}
-"""Name of a row -> every which layer runs again."""
 _LOWTIDE = "lowtide"
 _UNIT = {"batch": 1, "sequence": 256}
 """Sizes that are tried are multiples of it."""
@@ -150,10 +147,7 @@ class TracedStep:
 
     def played(self, name: str) -> tuple[int, float]:
         """Peak and seconds of a row of `BY_HAND`."""
-
-        every = BY_HAND[name]
-        layers = () if every is None else tuple(can_rerun(self.plain))[::every]
-        played = play_setting(Setting(lines=(), layers=layers), self.plain, link=self.hardware.link)
+        played = by_hand(self.plain, BY_HAND[name], link=self.hardware.link)
         return played.peak_bytes, played.step_seconds
 
     def of_plan(self, plan: Plan, name: str = _LOWTIDE) -> Alternative:
@@ -368,14 +362,14 @@ def _table(rows: Sequence[Alternative], grown: Grown | None, *, tried: bool = Fa
     for row in rows:
         what = f"tried {grown}" if tried else f"largest {grown}"
         size = {} if grown is None else {what: f"{row.largest:,}" if row.largest else "none"}
-        over = {"over plain": _over(row.step_seconds, plain)} if grown is None else {}
+        over = "-" if row.step_seconds is None or not plain else f"+{percent(row.step_seconds / plain - 1)}"
         lines.append(
             {
                 "predicted": row.name,
                 **size,
                 "peak": format_bytes(row.peak_bytes),
                 "step": "-" if row.step_seconds is None else format_seconds(row.step_seconds),
-                **over,
+                **({"over plain": over} if grown is None else {}),
                 "tokens/s": "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
                 "MFU": "-" if row.mfu is None else f"{100 * row.mfu:.0f} %",
                 "main memory": format_bytes(row.host_bytes) if row.host_bytes else "-",
@@ -385,10 +379,6 @@ def _table(rows: Sequence[Alternative], grown: Grown | None, *, tried: bool = Fa
         )
     names = [name for name in lines[0] if name != "main memory" or any(row.host_bytes for row in rows)]
     return [tuple(names), *(tuple(line[name] for name in names) for line in lines)]
-
-
-def _over(seconds: float | None, plain: float | None) -> str:
-    return "-" if seconds is None or not plain else f"+{percent(seconds / plain - 1)}"
 
 
 def _question(step: TracedStep, weights: Mapping[str, torch.nn.Parameter], grown: Grown | None) -> str:

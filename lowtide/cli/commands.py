@@ -80,7 +80,7 @@ def report(args: argparse.Namespace) -> int:
     path = args.out or args.run_dir / "report.html"
     check_form(path)
     with Waiting() as waiting:
-        waiting.say("drawing")
+        waiting.say("reading the run, and drawing it")
         from lowtide.report.run_folder import report_of_folder
 
         write_report(report_of_folder(args.run_dir), path)

@@ -79,11 +79,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """`--budget -1GiB` as `--budget=-1GiB`: argparse would take the size for an option, and say that one is missing."""
+    """`--budget -1GiB` as `--budget=-1GiB`: argparse would take the size for an option, and say that one is missing.
+    `--budget 80 GiB` as `--budget 80GiB`: it would take the unit for a file."""
     joined: list[str] = []
     for argument in arguments:
         if re.match(r"-\d", argument) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
             joined[-1] += f"={argument}"
+        elif re.fullmatch(r"[KMGT]i?B|%", argument, re.IGNORECASE) and joined and re.fullmatch(r"[\d.]+", joined[-1]):
+            joined[-1] += argument
         else:
             joined.append(argument)
     return joined
@@ -120,6 +123,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        message = re.sub(r"invalid int value: ('.*')", r"expected a whole number, such as 8192, not \1", message)
         hint = did_you_mean(choice[1], re.split("[', ]+", choice[2])) if choice else ""
         self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}{hint}; see {self.prog} --help\n")
 

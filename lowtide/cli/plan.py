@@ -35,7 +35,7 @@ from lowtide.core.profile import Profile
 from lowtide.core.text_table import wrapped
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.report.budget_sweep import SweptBudget, budget_sweep, sweep_lines
+from lowtide.report.budget_sweep import BY_HAND, SweptBudget, budget_sweep, checkpointed, document_of, sweep_lines
 from lowtide.report.played_step import Played, play
 from lowtide.report.report import report_of_plan
 from lowtide.report.write import check_form, write_report
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
         plan = plan_profile(profile, memory, **shared, **told)
         rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
-        played = play(plan, profile, memory, **kind) if args.json else None
+        others = checkpointed(profile, **kind)
         if args.report is not None:
             waiting.say("drawing")
             write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
@@ -93,12 +93,13 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_file(args.out, plan.to_json(), where="--out")
     if args.json:
-        document = _document(plan, profile, rungs, played) | ({"budget_came_from": lines} if lines else {})
+        document = _document(plan, profile, rungs, play(plan, profile, memory, **kind))
+        document |= {"by_hand": document_of(others)} | ({"budget_came_from": lines} if lines else {})
         document |= {} if network is None else {"network": plan_cluster.network_document(network)}
         print(json.dumps(document))
     else:
         told_of_network = [] if network is None else ["", *plan_cluster.network_lines(network)]
-        lines += _lines(plan, profile, rungs, told_of_network)
+        lines += _lines(plan, profile, sweep_lines(rungs, width_of_stdout(), others=others), told_of_network)
         print("\n".join(wrapped(lines, width_of_stdout())))
     return 0
 
@@ -154,7 +155,7 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
             )
         else:
             step = alternatives.TracedStep(run=settings, hardware=hardware, budget_bytes=budget_bytes, say=waiting.say)
-            rows = [step.by_hand(name) for name in alternatives.BY_HAND]
+            rows = [step.by_hand(name) for name in BY_HAND]
             try:
                 plan = planned(settings, None)
                 rows.append(step.of_plan(plan))
@@ -301,8 +302,6 @@ def _amount(option: str, text: str, parse: Callable[[str], Budget]) -> Budget:
 
 
 def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Waiting) -> tuple[Profile, Link]:
-
-    hardware = load_hardware(args.hardware) if args.hardware is not None else None
     if args.profile is None:
         waiting.say("loading torch")
         from lowtide.cli.run_step import trace_run
@@ -314,8 +313,8 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
     batch = f"input_ids=int64{shape}, labels=int64{shape}"
     if profile.batch != batch:
         raise ConfigError(f"--profile: it is of {profile.batch}, the run has {batch}; profile the run again")
-    if hardware is not None or profile.is_fake:
-        return profile, (hardware or load_hardware(profile.device)).link
+    if args.hardware is not None or profile.is_fake:
+        return profile, load_hardware(args.hardware or profile.device).link
     waiting.say("measuring the link")
     from lowtide.cli.run_step import link_of_device
 
@@ -324,20 +323,20 @@ def _profile_and_link(settings: RunConfig, args: argparse.Namespace, waiting: Wa
 
 def read_plan(path: Path) -> Plan:
     """What `lowtide plan --out` saved. Raises `ConfigError`, with the path, for a file that is no plan."""
-    text = read_text(path, most_bytes=_MOST_BYTES)
-    try:
-        return Plan.from_json(text)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return _read(Plan.from_json, path)
 
 
 def read_profile(path: Path) -> Profile:
     """What `lowtide profile` saved."""
-    text = read_text(path, most_bytes=_MOST_BYTES, where="--profile: ")
+    return _read(Profile.from_json, path, where="--profile: ")
+
+
+def _read(parse: Callable[[str], Any], path: Path, *, where: str = "") -> Any:
+    text = read_text(path, most_bytes=_MOST_BYTES, where=where)
     try:
-        return Profile.from_json(text)
+        return parse(text)
     except ConfigError as error:
-        raise ConfigError(f"--profile: {path}: {error}") from None
+        raise ConfigError(f"{where}{path}: {error}") from None
 
 
 def _hardware(settings: RunConfig, args: argparse.Namespace) -> Hardware:
@@ -380,8 +379,7 @@ def _stdout_kept_clean() -> Iterator[None]:
 # -- what is printed -----------------------------------------------------------------------------------------------
 
 
-def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], network: Sequence[str]) -> list[str]:
-
+def _lines(plan: Plan, profile: Profile, sweep: Sequence[str], network: Sequence[str]) -> list[str]:
     width = width_of_stdout()
     lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines(), *network]
     if profile.hidden:
@@ -391,11 +389,10 @@ def _lines(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], network
             f"{format_bytes(hidden_bytes)} more stay from forward to backward in custom functions, out of reach:",
         ]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    return [*lines, "", "what other budgets would give", *sweep_lines(rungs, width)]
+    return [*lines, "", "what other budgets would give", *sweep]
 
 
-def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], played: Played | None) -> dict[str, Any]:
-    assert played is not None
+def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], played: Played) -> dict[str, Any]:
     return {
         "model": profile.model,
         "batch": profile.batch,

@@ -71,6 +71,11 @@ def _first(names: tuple[str, ...], sizes: Mapping[str, int]) -> str | None:
 def build_model(run: RunConfig) -> torch.nn.Module:
     """The model in training mode, in the dtype of its weights. Raises `ConfigError` with the place of the mistake."""
     config = model_config(run)
+    if (vocab_size := config.get_text_config().vocab_size) < NUM_BYTE_TOKENS:
+        run.fail(
+            "model.vocab_size",
+            f"'model.vocab_size' is {vocab_size}, but the text is made of bytes; expected at least {NUM_BYTE_TOKENS}",
+        )
     dtype = getattr(torch, run.model.dtype)
     if run.model.path is None:
         _check_weights_fit(run, config, dtype)
@@ -82,7 +87,7 @@ def build_model(run: RunConfig) -> torch.nn.Module:
 
 
 def model_config(run: RunConfig) -> PretrainedConfig:
-    """What the model is like, checked against the text. Raises `ConfigError` with the place of the mistake."""
+    """What the model is like. Raises `ConfigError` with the place of the mistake."""
     if run.model.path is not None:
         config = _from_folder(run, run.model.path, AutoConfig.from_pretrained)
     else:
@@ -190,12 +195,6 @@ def _field_names(config_class: type[PretrainedConfig]) -> list[str]:
 
 
 def _check_text_fits(run: RunConfig, config: Any) -> None:
-    vocab_size = config.get_text_config().vocab_size
-    if vocab_size < NUM_BYTE_TOKENS:
-        run.fail(
-            "model.vocab_size",
-            f"'model.vocab_size' is {vocab_size}, but the text is made of bytes; expected at least {NUM_BYTE_TOKENS}",
-        )
     longest = most_positions(run, config)
     if longest is not None and run.data.sequence_length > longest:
         run.fail(

@@ -93,8 +93,8 @@ class Plan:
 
     @property
     def does_nothing(self) -> bool:
-        """True when every activation is kept (no rule says otherwise, or none of the observed sites is affected), and
-        all of the optimizer's state, and the loss is plain."""
+        """Whether every activation, all weights and all of the optimizer's state stay on the device, and the loss is
+        plain."""
         if self.loss != "plain" or self._rows() or (self.optimizer is not None and self.optimizer.moves):
             return False
         if self.moves_weights:

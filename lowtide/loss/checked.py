@@ -49,14 +49,14 @@ def cross_entropy(
 
     logits: `[rows, words]`. labels: `[rows]`, int64. `upcast`: as `cross_entropy(logits.float(), ...)`, for logits in
     bf16 or fp16. `z_loss`: so many times the square of `torch.logsumexp(logits, 1)` is added, as the mean (or sum) over
-    the rows that are not ignored. Raises `ConfigError` for other shapes, types and ranges. With a `weight` of classes,
-    `label_smoothing` or `z_loss`, and of a DTensor, the loss is torch's own; so it is where slices have other bits on
-    this machine, and then a warning says so. There is no second derivative of slices, and the logits must stay as they
-    are until the backward pass; both raise RuntimeError.
+    the rows that are not ignored. Raises `ConfigError` for other shapes, types and ranges.
+    The loss is torch's own, in one piece, with a `weight` of classes, `label_smoothing` or `z_loss`, and of a DTensor;
+    and, with a warning, where slices would have other bits on this machine. Sliced, it has no second derivative, and
+    logits must stay as they are until the backward pass; both raise RuntimeError.
 
-    With `head` and `rows`, it is the loss of `head(logits)`: what is given is what the head reads, `[rows, width]`, and
-    head and loss are taken in blocks of so many rows, so that logits never exist whole. The gradient of the head's
-    weight is the sum of the blocks', in order; its bits depend on `rows` (loss/head.py).
+    With `head` and `rows` it is the loss of `head(x)`: give x, `[rows, width]`, in place of logits. Head and loss are
+    taken in blocks of so many rows, so that logits never exist whole. The gradient of the head's weight is the sum of
+    the blocks', in order; its bits depend on `rows` (loss/head.py).
     """
     for name, value in (("logits", logits), ("labels", labels), *([] if weight is None else [("weight", weight)])):
         if not isinstance(value, torch.Tensor):

@@ -80,12 +80,12 @@ def swap_optimizer(
     of its `with` block. Parameters, state and `param_groups` are the same to the bit; the optimizer stays the object
     that it is.
 
-    `tier`: "host", the first tier below the device (main memory; for a model on the CPU a file), or "disk";
-    "mapped", the first tier too, which kernels read and write in place (CPU and CUDA).
+    `tier`: "host", the first tier below the device (main memory; for a model on the CPU a file); "disk"; or "mapped",
+    the first tier again, but read and written in place by the optimizer's kernels (CPU and CUDA).
     `overlap`: when copies run; "auto" chooses. `resident`: the share of parameters whose state stays on the device.
-    `bucket_bytes`: how much is copied at once. `num_buffers`: so many buckets are on the device in a step, 2 at least.
-    State smaller than `min_bytes` stays where it is. `engine`: as in `apply`. `weights`: brings weights and gradients
-    that are elsewhere (`swap_weights` gives it).
+    `bucket_bytes`: how much is copied at once. `num_buffers`: the most buckets on the device at once, 2 or more.
+    State smaller than `min_bytes` stays where it is. `engine`: as in `apply`. `weights`: for `swap_weights`, which
+    gives it.
     Raises `ConfigError` for optimizers that cannot be stepped in parts, and for every other mistake.
     """
     found = bare(optimizer)

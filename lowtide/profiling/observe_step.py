@@ -262,7 +262,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if not isinstance(batch, Mapping | tuple):
         raise ConfigError(
             "observe: batch must be a mapping (model(**batch)), a tuple (model(*batch)) or a function that returns the "
-            f"loss, not {'Tensor' if isinstance(batch, torch.Tensor) else type(batch).__name__}"
+            f"loss, not {'Tensor; write (tensor,)' if isinstance(batch, torch.Tensor) else type(batch).__name__}"
         )
     args: tuple = () if isinstance(batch, Mapping) else batch
     kwargs = dict(batch) if isinstance(batch, Mapping) else {}

@@ -1,7 +1,8 @@
 """What other budgets would cost.
 
 What: `budget_sweep` has the best plans for a few budgets, from the floor to the peak with everything kept, with the
-optimizer's state placed for each anew as far as the configuration lets it move.
+optimizer's state placed for each anew as far as the configuration lets it move. `by_hand` is the same step with layers
+checkpointed by hand.
 Why: a budget is often a guess.
 Cost: one short solve for each budget, two or three with `optimizer: auto`. Not covered: other batch sizes.
 """
@@ -9,7 +10,7 @@ Cost: one short solve for each budget, two or three with `optimizer: auto`. Not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,28 @@ from lowtide.core.profile import Profile
 from lowtide.core.text_table import align, percent
 from lowtide.errors import BudgetError
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.rerun_layers import can_rerun
+from lowtide.report.export import Setting, play_setting
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
 
 _WAY_UP = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 """The budgets that are tried: shares of the way from the floor to the peak with everything kept."""
+
+BY_HAND = {"plain": 0, "every layer checkpointed": 1, "every second layer": 2}
+"""Name -> every which layer runs again; 0: none."""
+
+
+def by_hand(profile: Profile, every: int, *, link: Link, has_gradients: bool = False) -> Setting:
+    """The step with every `every`-th layer checkpointed, with none for 0. All else of it is kept."""
+    layers = can_rerun(profile)[::every] if every else ()
+    return play_setting(Setting(lines=(), layers=layers), profile, link=link, has_gradients=has_gradients)
+
+
+def checkpointed(profile: Profile, *, link: Link, has_gradients: bool = False) -> dict[str, Setting]:
+    """By the names of `BY_HAND`, but for plain; none where no layer can run again."""
+    rows = {name: by_hand(profile, every, link=link, has_gradients=has_gradients) for name, every in BY_HAND.items()}
+    return {name: setting for name, setting in rows.items() if setting.layers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +99,16 @@ def budget_sweep(
     return tuple(sorted(rungs, key=lambda swept: -swept.budget_bytes))
 
 
-def sweep_lines(rungs: tuple[SweptBudget, ...], width: int | None = None) -> list[str]:
-    """Lines of text: a head, and one line for each budget. 'codecs' is what storing smaller costs, 'optimizer' what its
-    state costs on its way, each where there is any."""
+def document_of(others: Mapping[str, Setting]) -> dict[str, Any]:
+    """What `checkpointed` gives, as plain data."""
+    return {name: {"peak_bytes": its.peak_bytes, "step_seconds": its.step_seconds} for name, its in others.items()}
+
+
+def sweep_lines(
+    rungs: tuple[SweptBudget, ...], width: int | None = None, *, others: Mapping[str, Setting] | None = None
+) -> list[str]:
+    """Lines of text: a head, one line for each budget, and one for each way without a plan in `others`. 'codecs' is
+    what storing smaller costs, 'optimizer' what its state costs on its way, each where there is any."""
     cells: list[tuple[str, ...]] = [
         ("budget", "of plain", "peak", "step", "over plain", "stalls", "recompute", "codecs", "optimizer", "gap", "")
     ]
@@ -104,6 +129,12 @@ def sweep_lines(rungs: tuple[SweptBudget, ...], width: int | None = None) -> lis
                 "<- this plan" if swept.is_requested else "",
             )
         )
+    for name, setting in (others or {}).items():
+        plain = rungs[0].predicted
+        share = percent(setting.peak_bytes / plain.plain_peak_bytes)
+        over = percent(setting.step_seconds / plain.plain_seconds - 1 if plain.plain_seconds else 0.0)
+        peak, step = format_bytes(setting.peak_bytes), format_seconds(setting.step_seconds)
+        cells.append(("-", share, peak, step, over, *("-",) * 5, f"{name}, without lowtide"))
     absent = set()
     if not any(swept.predicted.codec_seconds for swept in rungs):
         absent.add("codecs")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,26 +132,52 @@ def _has_gradients(plan: Plan, profile: Profile) -> bool:
 
 
 Settings = Iterator[Setting]
+_FRAMEWORKS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))
+SYSTEMS = tuple(_FRAMEWORKS)
 
 
 def settings_for(system: str, plan: Plan, profile: Profile) -> Settings:
     """All that are worth a look, the one that does nothing first."""
-    return _MAKERS[system](plan, profile)
+    for form in _FRAMEWORKS[system]["settings"]:
+        for number in range(1, len(plan.layers) + 1) if form.get("layers") in ("first", "every", "each") else (0,):
+            yield from _of_form(form, number, plan, profile, _FRAMEWORKS[system].get("with_state", ()))
+    if system == "mindformers" and (own := _as_mindformers(plan, profile)) is not None:
+        yield own
 
 
-def _transformers(plan: Plan, profile: Profile) -> Settings:
-    """`TrainingArguments`, as YAML: every n-th layer from the first one on, its input on the device or on the host."""
-    yield Setting(lines=("activation_checkpointing: false",))
-    for every in range(1, len(plan.layers) + 1):
-        layers = plan.layers[::every]
-        for offload, word in ((False, "false"), (True, "true")):
-            options = f"use_reentrant: false, every_n_layers: {every}, offload: {word}"
-            yield Setting(
-                lines=("activation_checkpointing: true", f"activation_checkpointing_kwargs: {{{options}}}"),
-                layers=layers,
-                swapped=_inputs(profile, layers) if offload else (),
-                copies_block=offload,
-            )
+def _of_form(form: Mapping[str, Any], number: int, plan: Plan, profile: Profile, with_state: Sequence[str]) -> Settings:
+    """The setting that a table of frameworks.toml describes; none where there is nothing that it acts on. `with_state`:
+    lines that move all of the optimizer's state, where the plan moves some."""
+    chosen = {"first": plan.layers[:number], "every": plan.layers[:: number or 1], "all": plan.layers}
+    chosen["each"] = plan.layers[number - 1 :: number or 1]
+    named = chosen.get(form.get("layers", ""), ())
+    moves = bool(with_state) and plan.optimizer is not None and bool(plan.optimizer.moved_bytes)
+    layers, offloaded = ((), named) if form.get("is_offloaded") else (named, ())
+    rest = [layer for layer in plan.layers if layer not in layers]
+    made = _saved(profile, rest, form.get("recompute", ()), has_recipe=True)
+    swapped = _inputs(profile, layers) if form.get("has_inputs_offloaded") else _saved(profile, offloaded, [""])
+    swapped += _saved(profile, rest, form.get("offload", ()))
+    if ("recompute" in form and not made) or ("offload" in form and not swapped):
+        return
+    counts = {"number": number, "rest": len(rest), "all": len(plan.layers)}
+    lines = [] if moves and not (layers or made or swapped) else [line.format(**counts) for line in form["lines"]]
+    yield Setting(
+        lines=(*lines, *(with_state if moves else ())),
+        layers=layers,
+        swapped=swapped,
+        made=made,
+        copies_block=form.get("copies_block", False),
+        moved_bytes=profile.state.optimizer_movable if moves else 0,
+    )
+
+
+def _saved(
+    profile: Profile, layers: Sequence[str], parts: Sequence[str], *, has_recipe: bool = False
+) -> tuple[str, ...]:
+    """Activations of these layers whose names go on with one of `parts`. `has_recipe`: only those that have one."""
+    starts = tuple(f"{layer}.{part}" for layer in layers for part in parts)
+    saved = (node for node in profile.nodes if node.retained_input is None)
+    return tuple(node.name for node in saved if node.name.startswith(starts) and (node.recipe or not has_recipe))
 
 
 def _inputs(profile: Profile, layers: Sequence[str]) -> tuple[str, ...]:
@@ -162,58 +188,9 @@ def _inputs(profile: Profile, layers: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(own))
 
 
-def _megatron(plan: Plan, profile: Profile) -> Settings:
-    """Arguments of the command, one a line: the first layers of a stage."""
-    yield Setting(lines=("# (no argument)",))
-    full = ("--recompute-granularity full", "--recompute-method block")
-    for number in range(1, len(plan.layers) + 1):
-        yield Setting(lines=(*full, f"--recompute-num-layers {number}"), layers=plan.layers[:number])
-
-
-def _mindspeed(plan: Plan, profile: Profile) -> Settings:
-    """Megatron-LM's, the activation function of the layers that do not run again, and the swapped optimizer: its flag
-    moves all of the state."""
-    moves = plan.optimizer is not None and bool(plan.optimizer.moved_bytes)
-    optimizer = ("--swap-optimizer",) if moves else ()
-    moved_bytes = profile.state.optimizer_movable if moves else 0
-    with_recipes = [node.name for node in profile.nodes if node.recipe is not None]
-    for setting in _megatron(plan, profile):
-        rest = plan.layers[len(setting.layers) :]
-        parts = tuple(f"{layer}.{part}" for layer in rest for part in _ACTIVATION)
-        made = tuple(name for name in with_recipes if name.startswith(parts))
-        full = setting.lines if setting.layers else ()
-        lines = (*full, *optimizer) or setting.lines
-        yield dataclasses.replace(setting, lines=lines, moved_bytes=moved_bytes)
-        if made:
-            flags = ("--recompute-activation-function", f"--recompute-activation-function-num-layers {len(rest)}")
-            lines = (*full, *flags, *optimizer)
-            yield dataclasses.replace(setting, lines=lines, made=made, moved_bytes=moved_bytes)
-
-
-_ACTIVATION = ("mlp.act_fn.", "mlp.mul")
-"""What their activation function of a gated MLP makes."""
-
-
-def _torchtitan(plan: Plan, profile: Profile) -> Settings:
-    """Python, for the function that makes a `Trainer.Config`."""
-    yield Setting(lines=("config.activation_checkpoint = None",))
-    source = "from torchtitan.distributed.activation_checkpoint import FullAC"
-    yield Setting(lines=(source, "", "config.activation_checkpoint = FullAC.Config()"), layers=plan.layers)
-
-
-def _mindformers(plan: Plan, profile: Profile) -> Settings:
-    """`recompute_config` and `swap_config`: the plan itself, as far as its activations have names there; and the first
-    layers of the stage."""
-    for number in range(len(plan.layers) + 1):
-        lines = (*_model(plan), "recompute_config:", f"  recompute: [{number}]")
-        yield Setting(lines=lines, layers=plan.layers[:number])
-    own = _as_mindformers(plan, profile)
-    if own is not None:
-        yield own
-
-
 def _as_mindformers(plan: Plan, profile: Profile) -> Setting | None:
-    """The plan in its words. None where it swaps nothing that has a name: then a number counts layers."""
+    """The plan itself in MindSpore Transformers' words, as far as its activations have names there. None where it swaps
+    nothing that has a name: then a number counts layers."""
     able = set(can_rerun(profile))
     layers = tuple(name for name in plan.rules.rerun(plan.layers) if name in able)
     stays = {name for call in profile.calls if call.name in layers for name in call.inputs}
@@ -225,7 +202,7 @@ def _as_mindformers(plan: Plan, profile: Profile) -> Setting | None:
     swapped = {name: where for name, where in swapped.items() if name not in stays}
     if not swapped:
         return None
-    lines = [*_model(plan), "recompute_config:"]
+    lines = ["model:", "  model_config:", f"    num_layers: {len(plan.layers)}", "recompute_config:"]
     numbers = [plan.layers.index(name) for name in layers]
     lines += [f"  recompute: {numbers or 'false'}"]
     lines += ["  select_recompute:", *_by_pattern(made, "    '{}': {}")] if made else []
@@ -239,10 +216,6 @@ def _above(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _model(plan: Plan) -> tuple[str, ...]:
-    return ("model:", "  model_config:", f"    num_layers: {len(plan.layers)}")
 
 
 def _named(plan: Plan, fate: Fate, layers: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -276,18 +249,6 @@ def _by_pattern(named: Mapping[str, tuple[str, int]], form: str) -> list[str]:
     return [form.format(pattern, sorted(set(layers))) for pattern, layers in by_pattern.items()]
 
 
-_MAKERS: dict[str, Callable[[Plan, Profile], Settings]] = {
-    "transformers": _transformers,
-    "megatron": _megatron,
-    "mindspeed": _mindspeed,
-    "torchtitan": _torchtitan,
-    "mindformers": _mindformers,
-}
-SYSTEMS = tuple(_MAKERS)
-_REMARKS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))
-"""Lines that stand above each setting of a framework."""
-
-
 # -- what is lost --------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +268,7 @@ def _comment_lines(plan: Plan, system: str, profile: Profile, nearest: Setting) 
     lost = [*_lost(plan, profile, nearest)]
     yield "What it does otherwise than the plan:" if lost else "It does what the plan does."
     yield from (f"- {line}" for line in lost)
-    yield from (line.format(prefetch=PREFETCH) for line in _REMARKS[system])
+    yield from (line.format(prefetch=PREFETCH) for line in _FRAMEWORKS[system]["remarks"])
 
 
 _DONE = {Fate.KEEP: "kept", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}

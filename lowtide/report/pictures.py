@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowtide.core.plan import Plan
-from lowtide.errors import ConfigError
 from lowtide.report.budget_sweep import SweptBudget
+from lowtide.report.export import Setting
 from lowtide.report.played_step import OWNERS, Played, thinned_starts
 from lowtide.report.report import Measured, StepRow
 from lowtide.units import GIB, MIB, format_bytes
@@ -43,11 +43,9 @@ _DOTTED: Any = {"color": _PLAIN, "linewidth": 1.2, "linestyle": ":"}
 
 def svg(draw: Callable[..., None], *what: Any) -> str:
     """The text of what `draw` puts into a figure."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("report: pictures need matplotlib; pip install 'lowtide[report]'") from None
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     coloured = {key: _COLOURS[name] for key, name in _LOOKS["style_in"].items()}
     with mpl.rc_context(_LOOKS["style"] | coloured):
         figure = Figure(layout="constrained")
@@ -119,8 +117,8 @@ def draw_lanes(figure: Figure, played: Played) -> None:
         panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=_RECOMPUTED, fontsize=8)
 
 
-def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget]) -> None:
-    """Time of a step against the budget; the plan's own is marked."""
+def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget], others: Mapping[str, Setting]) -> None:
+    """Time of a step against the budget; the plan's own is marked. `others`: without a plan, against their peaks."""
     figure.set_size_inches(9.2, 3.2)
     panel = figure.subplots()
     scale, unit = _byte_unit(max(swept.budget_bytes for swept in rungs))
@@ -129,7 +127,11 @@ def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget]) -> None:
     panel.plot([x for x, _ in points], [y for _, y in points], "o-", color=_KEPT, markersize=4)
     for here in (point for swept, point in zip(rungs, points, strict=True) if swept.is_requested):
         panel.plot(*([each] for each in here), "o", color=_BUDGET, markersize=9)
-        _note(panel, "you are here", here, (8, 8))
+        _note(panel, "you are here", here, (0, -18), ha="center")
+    for name, setting in others.items():
+        here = (setting.peak_bytes / scale, setting.step_seconds * times)
+        panel.plot(*([each] for each in here), "x", color=_PLAIN, markersize=7)
+        _note(panel, name, here, (4, 7), color=_PLAIN)
     plain = rungs[0].predicted.plain_seconds * times
     panel.axhline(plain, **_DOTTED)
     _note(panel, "everything kept", (points[-1][0], plain), (0, -10), color=_PLAIN)

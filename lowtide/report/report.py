@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.plan import Plan, why_unswapped
 from lowtide.core.profile import Profile
 from lowtide.planner.by_rules import NO_COSTS, HostCosts
-from lowtide.report.budget_sweep import SweptBudget
+from lowtide.report.budget_sweep import SweptBudget, checkpointed, document_of
+from lowtide.report.export import Setting
 from lowtide.report.played_step import OWNERS, Played, play
 from lowtide.timeline.step import Link
 from lowtide.units import format_bytes, format_seconds
@@ -68,6 +69,8 @@ class Report:
     plan: Plan | None = None
     played: Played | None = None
     sweep: tuple[SweptBudget, ...] = ()
+    others: Mapping[str, Setting] = field(default_factory=dict)
+    """The same step without a plan, with layers checkpointed by hand."""
     more_tables: tuple[Table, ...] = ()
     """Beside what the plan has."""
     history: tuple[StepRow, ...] = ()
@@ -120,6 +123,7 @@ def report_of_plan(
         plan=plan,
         played=play(plan, profile, config, link=link, has_gradients=has_gradients, costs=costs),
         sweep=tuple(sweep),
+        others=checkpointed(profile, link=link, has_gradients=has_gradients),
         more_tables=tuple(tables),
         measured=measured,
     )
@@ -136,6 +140,7 @@ def document(report: Report) -> dict[str, Any]:
         "plan": None if report.plan is None else json.loads(report.plan.to_json()),
         "step": None if played is None else _step_document(played),
         "budgets": [swept.document() for swept in report.sweep],
+        "by_hand": document_of(report.others),
         "tables": [dict(zip(("title", "caption", "rows"), table, strict=True)) for table in report.tables],
         "steps": [
             dataclasses.asdict(row) | {"loss": row.loss if math.isfinite(row.loss) else None} for row in report.history

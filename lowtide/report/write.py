@@ -153,7 +153,7 @@ def page(report: Report) -> str:
         caption = "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so."
         parts += _section("What runs when", caption, svg(draw_lanes, report.played))
     if len(report.sweep) > 1:
-        picture = svg(draw_sweep, report.sweep)
+        picture = svg(draw_sweep, report.sweep, report.others)
         parts += _section("What other budgets would cost", _sweep_caption(report), picture)
     for title, caption, rows in report.tables:
         parts += [f"<h2>{escape(title)}</h2>", f'<p class="soft">{escape(caption)}</p>', _table(rows)]
@@ -168,6 +168,8 @@ def _sweep_caption(report: Report) -> str:
     """Says where a short search ended far from the bound: there the picture is worse than the truth may be."""
     far = [swept for swept in report.sweep if swept.predicted.gap > _FAR_GAP]
     caption = "Predicted: the best plan that a short search found for each budget."
+    if report.others:
+        caption += " Crosses: no plan, layers checkpointed by hand; their peaks in place of a budget."
     if not far:
         return caption
     where = ", ".join(f"{format_bytes(swept.budget_bytes)} ({percent(swept.predicted.gap)})" for swept in far)
@@ -217,13 +219,18 @@ _NAMES = {"compute": "compute", "stall": "compute waits for", "out": "copies out
 
 
 def check_form(path: str | os.PathLike[str]) -> None:
-    """Raise ConfigError for a name that asks for no form."""
+    """Raise ConfigError for a name that asks for no form, and for HTML where nothing can draw its pictures."""
     if not isinstance(path, str | os.PathLike):
         raise wrong_argument("lowtide.write_report", "path", "the path of a file", path)
     if not os.fspath(path).endswith(FORMS):
         raise ConfigError(
             f"report: {os.fspath(path)}: write to a file that ends in {', '.join(FORMS[:-1])} or {FORMS[-1]}"
         )
+    try:
+        if os.fspath(path).endswith(".html"):
+            import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("report: pictures need matplotlib; pip install 'lowtide[report]'") from None
 
 
 def write_report(report: Report, path: str | os.PathLike[str]) -> Path:

@@ -224,9 +224,10 @@ def read_numbers(name_or_path: str | os.PathLike[str], form: Form) -> tuple[str,
         name = "".join(letter for letter in where.casefold() if letter not in " -_")
         names = known_names(form.folder)
         if name not in names:
+            own = "; leave it out for this machine's own device" if name in ("cuda", "gpu", "npu", "xpu") else ""
             raise ConfigError(
-                f"{form.kind} '{where}'{did_you_mean(where.lower(), names)} (known: {', '.join(names)}; a file of your "
-                "own is given by its path, which ends in .toml)"
+                f"{form.kind} '{where}'{own or did_you_mean(where.lower(), names)} (known: {', '.join(names)}; a file "
+                "of your own is given by its path, which ends in .toml)"
             )
         where = f"{name}.toml"
         text = (_folder(form.folder) / where).read_text(encoding="utf-8")

@@ -93,6 +93,11 @@ def rate() -> float:
     return load_hardware("h100").flops_per_second["bfloat16"]
 
 
+def test_no_text_is_read_so_a_vocabulary_may_be_small(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("tiny.json").write_text(json.dumps(CONFIG | {"vocab_size": 100}), encoding="utf-8")
+    assert rows_of(capsys, "--sequence", "64")["plain"]["fits"]
+
+
 @pytest.mark.parametrize("budget", ["1MiB", pytest.param("auto", marks=pytest.mark.extended)])
 def test_the_table_as_text(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It is there also where no plan fits, and the refusal after it."""

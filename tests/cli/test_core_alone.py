@@ -34,7 +34,7 @@ with lowtide.optimize(model, "1.5MiB", memory={{"min_bytes": 0}}, optimizer=opti
     except lowtide.ConfigError as error:
         said = [str(error)]
 plans = ("plan run.yaml --hardware h100", "plan --model tiny.json --hardware h100")
-for words in (*plans, "doctor --no-measure"):
+for words in ("report .", *plans, "doctor --no-measure"):
     out = io.StringIO()
     with contextlib.redirect_stderr(out), contextlib.redirect_stdout(io.StringIO()):
         status = main(words.split())
@@ -57,8 +57,9 @@ def test_training_works_and_commands_name_the_extra(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    pictures, *commands, doctor = json.loads(done.stdout.splitlines()[-1])
+    pictures, report, *commands, doctor = json.loads(done.stdout.splitlines()[-1])
     assert pictures == "report: pictures need matplotlib; pip install 'lowtide[report]'"
+    assert report == [2, f"{pictures}\n"]  # before anything else
     needed = [2, "lowtide: this needs transformers; run: pip install 'lowtide[train]'\n"]
     assert [[status, said.splitlines(keepends=True)[-1]] for status, said in commands] == [needed, needed]
     assert doctor[0] in (0, 1)

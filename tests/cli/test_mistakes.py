@@ -26,7 +26,7 @@ CASES = {
     "doctor --disk": "lowtide doctor: argument --disk: expected one argument; see lowtide doctor --help",
     "export gone.json": "lowtide export: the following arguments are required: --to, --profile; see lowtide export --help",
     "explain gone.yaml": "gone.yaml: no such file; check the path",
-    "explain run.yaml --pp x": "lowtide explain: argument --pp: invalid int value: 'x'; see lowtide explain --help",
+    "explain run.yaml --pp x": "lowtide explain: argument --pp: expected a whole number, such as 8192, not 'x'; see lowtide explain --help",
     "explain broken.yaml": "broken.yaml:2:1: not valid YAML: expected the node content, but found '<stream end>'; close the bracket or the quote that is open there",
     "plan run.yaml": "run.yaml: there is no budget to plan for; write --budget 20GiB, or 'budget: 20GiB' in the section 'memory'",
     "plan run.yaml --budgett 3GiB": "lowtide plan: unknown argument '--budgett'; did you mean '--budget'?; see lowtide plan --help",
@@ -53,7 +53,7 @@ CASES = {
     "export list.json --to megatron --profile list.json": "list.json: plan: this is no plan of lowtide; write one: lowtide plan RUN.yaml --out plan.json",
     "train folder": "folder: this is a folder; give a file",
     "train run.yaml --steps 0": "--steps: must be at least 1, not 0",
-    "train run.yaml --steps x": "lowtide train: argument --steps: invalid int value: 'x'; see lowtide train --help",
+    "train run.yaml --steps x": "lowtide train: argument --steps: expected a whole number, such as 8192, not 'x'; see lowtide train --help",
     "train broken.yaml": "broken.yaml:2:1: not valid YAML: expected the node content, but found '<stream end>'; close the bracket or the quote that is open there",
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
 from lowtide.adapters.transformers import TideCallback
-from lowtide.cli.main import main
+from lowtide.cli.main import _parse, main
 from lowtide.cli.run_file import load_run
 from lowtide.cli.run_step import changes_of, trace_run
 from lowtide.timeline.hardware import load_hardware
@@ -107,6 +108,15 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "another word of others": (lambda: lowtide.apply(llama(), {"offload": "all"}), "memory.offload: unknown key; did you mean 'swap'?"),
     "a section in its section": (lambda: lowtide.apply(llama(), {"memory": {"swap": "all"}}), "memory.memory: unknown key; leave 'memory' out, and write what is below it"),
     "the name of a plan's file": (lambda: lowtide.Plan.from_json("plan.json"), "plan: expected the text of a plan, not a file's name; write Path('plan.json').read_text()"),
+    "a tensor as batch": (lambda: lowtide.plan(llama(), TOKENS, "1GiB"), "observe: batch must be a mapping (model(**batch)), a tuple (model(*batch)) or a function that returns the loss, not Tensor; write (tensor,)"),
+    "a kind of device": (lambda: lowtide.plan(llama(), BATCH, "1GiB", hardware="cuda"), f"hardware: unknown device 'cuda'; leave it out for this machine's own device {KNOWN}"),
+    "parameters": (lambda: lowtide.optimize(llama().parameters(), "1GiB"), "lowtide.optimize: expected a torch.nn.Module, not generator"),  # type: ignore[arg-type]
+    "an optimizer's name": (lambda: lowtide.optimize(llama(), "1GiB", optimizer="adamw"), "lowtide.optimize: optimizer= takes a torch.optim.Optimizer, or a wrapper around one, not str"),  # type: ignore[arg-type]
+    "a list of rules": (lambda: lowtide.apply(llama(), ["layers.0"]), "memory: expected a plan, a mapping or the path of a YAML file, not ['layers.0']"),  # type: ignore[arg-type]
+    "one pattern": (lambda: lowtide.apply(llama(), {"swap": "layers.0"}), "memory.swap: expected auto, none, all, a list or null, not 'layers.0'; write ['layers.0']"),
+    "a percentage as share": (lambda: lowtide.swap_optimizer(adam(llama()), resident=50), "lowtide.swap_optimizer: resident is a share from 0 to 1, not 50; memory.optimizer: auto finds the share for a budget"),
+    "a model's optimizer": (lambda: lowtide.swap_optimizer(llama()), "lowtide.swap_optimizer: takes a torch.optim.Optimizer, or a wrapper around one, not LlamaForCausalLM"),
+    "a report before a step": (lambda: lowtide.write_report(lowtide.optimize(llama(), "1GiB"), "x.json"), "lowtide.write_report: no step has run under this handle yet; run one, then report"),
     "a callback's unit": (lambda: TideCallback(budget="20"), "TideCallback: budget: 20 is 20 bytes; write the unit too, such as '20GiB'"),
 }  # fmt: skip
 
@@ -121,6 +131,13 @@ COMMANDS = {
     "plan meta-llama/Llama-3-8B": "meta-llama/Llama-3-8B: no such file; give a run file, or for a model of that name: --model meta-llama/Llama-3-8B",
     "plan config.json": "config.json:1:2: unknown section 'model_type'; did you mean 'model'?; a model's config.json is asked about with --model config.json",
     "plan --model config.json --optimizer adam": "lowtide plan: argument --optimizer: invalid choice: 'adam' (choose from 'keep', 'swap', 'auto', 'in_backward', 'adamw', 'sgd', 'adafactor'); did you mean 'adamw'?; see lowtide plan --help",
+    "plan --model config.json --sequence 8k": "lowtide plan: argument --sequence: expected a whole number, such as 8192, not '8k'; see lowtide plan --help",
+    "plan --model config.json --seq-len 64": "lowtide plan: unknown argument '--seq-len'; did you mean '--sequence'?; see lowtide plan --help",
+    "plan --model config.json --hardware a100-80gb": f"hardware: unknown device 'a100-80gb'; did you mean 'a100'? {KNOWN}",
+    "plan run.yaml --budget 120 %": "--budget: '120%' is not a share of a device; write more than 0% and at most 100%, such as 90%",
+    "plan run.yaml --report plan.pdf": "report: plan.pdf: write to a file that ends in .html, .trace.json, .json or .pickle",
+    "export plan.json --to trl": "lowtide export: the following arguments are required: --profile; see lowtide export --help",
+    "report run.yaml": "run.yaml: this is a file; give the train.output_dir of a run of `lowtide train`",
     "report .": ".: no run of `lowtide train`: there is no metrics.jsonl in it; give its train.output_dir",
     "explain run.yaml": "run.yaml:1:1: missing section 'recompute_config' or 'swap_config'; write one of them, or use lowtide plan for a section 'memory'",
 }
@@ -143,7 +160,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(CALLS) + len(COMMANDS) >= 43
+    assert len(CALLS) + len(COMMANDS) >= 70
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -162,6 +179,16 @@ def test_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     except SystemExit as ended:
         status = int(ended.code or 0)
     assert (status, capsys.readouterr().err.splitlines()[-1]) == (2, COMMANDS[command])
+
+
+def test_a_unit_after_a_blank_is_taken() -> None:
+    assert _parse(["plan", "run.yaml", "--budget", "80", "GiB", "--json"]).budget == "80GiB"
+    assert _parse(["plan", "--budget", "90", "%", "run.yaml"]).run == "run.yaml"
+
+
+def test_a_misspelt_name_is_told_the_right_one() -> None:
+    done = subprocess.run([sys.executable, "-c", "import lowtide; lowtide.optimise"], capture_output=True, text=True)
+    assert done.stderr.endswith("has no attribute 'optimise'. Did you mean: 'optimize'?\n")
 
 
 def test_a_model_that_checkpoints_is_told_once() -> None:

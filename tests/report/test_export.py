@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lowtide.cli.main import COMMANDS, main
 from lowtide.config.memory import MemoryConfig, SwapRule
@@ -35,6 +37,14 @@ HF_NAMES = {
     "mlp.silu": "mlp.act_fn.silu",
     "norm.mul": "input_layernorm.mul",
 }
+
+
+@pytest.fixture(autouse=True)
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock ends a search: golden files are the same on a machine that does much else."""
+    still = types.SimpleNamespace(perf_counter=lambda: 0.0)
+    for module in ("solve", "local_search"):
+        monkeypatch.setattr(f"lowtide.planner.{module}.time", still)
 
 
 def _profile() -> Profile:
@@ -141,6 +151,42 @@ def test_transformers_reads_it(case: str, tmp_path: Path) -> None:
     assert arguments.activation_checkpointing == (case != "roomy")
     options = arguments.activation_checkpointing_kwargs or {}
     assert case == "roomy" or set(options) == {"use_reentrant", "every_n_layers", "offload"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trl_reads_it(case: str, tmp_path: Path) -> None:
+    from transformers import HfArgumentParser
+    from trl import SFTConfig
+
+    mib, memory = CASES[case]
+    profile = _profile()
+    path = tmp_path / "arguments.yaml"
+    text = export(_plan(profile, mib, **memory), "trl", profile, link=LINK)
+    path.write_text(f"{text}output_dir: {tmp_path}\nuse_cpu: true\n", encoding="utf-8")
+    (arguments,) = HfArgumentParser(SFTConfig).parse_yaml_file(str(path))
+    assert (arguments.gradient_checkpointing or arguments.activation_offloading) == (case != "roomy")
+
+
+@pytest.mark.parametrize("system", ["axolotl", "torchtune", "deepspeed"])
+def test_what_is_for_a_file_of_settings_is_read_as_one(system: str) -> None:
+    """Each setting, of a plan that moves the optimizer's state too."""
+    profile = _profile()
+    moved = OptimizerPlacement(moved_bytes=MIB, reason="test")
+    for setting in settings_for(system, dataclasses.replace(_plan(profile, 600), optimizer=moved), profile):
+        written = yaml.safe_load("\n".join(setting.lines))
+        assert isinstance(written, dict) and len(written) == len(setting.lines)
+
+
+def test_megatron_is_told_of_parts_of_layers() -> None:
+    """Each kind of flag, with what it acts on; layers that are offloaded do not run again."""
+    profile = _profile()
+    found = {one.lines: one for one in settings_for("megatron", _plan(profile, 600), profile)}
+    mlp = found["--recompute-granularity selective", "--recompute-modules mlp"]
+    assert mlp.made and all(".mlp." in name for name in mlp.made) and not (mlp.layers or mlp.swapped)
+    attention = found["--fine-grained-activation-offloading", "--offload-modules core_attn attn_proj"]
+    assert attention.swapped and all(".self_attn." in name for name in attention.swapped)
+    two = found["--cpu-offloading", "--cpu-offloading-num-layers 2"]
+    assert {name.split(".")[2] for name in two.swapped} == {"0", "1"} and not two.layers
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -233,9 +233,8 @@ class StepWatch:
         start, end = self._first_marks or (None, None)
         seconds = None if start is None or end is None else self._engine.seconds_between(start, end)
         if seconds is not None:
-            off = _off(seconds, predicted.pass_seconds)
             taken, expected = format_seconds(seconds), format_seconds(predicted.pass_seconds)
-            phrases.append(f"forward and backward {taken}, predicted {expected} ({off})")
+            phrases.append(f"forward and backward {taken} (slower in a first step); later ones, predicted: {expected}")
         return f"lowtide: step 1: {'; '.join(phrases)}"
 
 

@@ -129,7 +129,7 @@ class Handle(abc.ABC):
             tide.audited_peak_bytes = peak_bytes
 
     def step(self, closure: Callable[[], Any], *, is_local: bool = False, is_joint: bool = False) -> Any:
-        """What `closure()` returns: forward and backward of one micro-batch, which runs again if memory ran out.
+        """Run `closure()`, forward and backward of one micro-batch, again if memory ran out; returns what it returns.
 
         After an out-of-memory error everything that the micro-batch changed is put back, the plan is tightened (where
         plans are made for a budget: for less; else all swapped, then all layers recomputed), and the closure runs

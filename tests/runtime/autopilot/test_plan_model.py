@@ -160,7 +160,7 @@ def test_a_batch_of_no_known_kind(call: Callable) -> None:
         "observe: batch must be a mapping (model(**batch)), a tuple (model(*batch)) or a function that returns the "
         "loss, not {}"
     )
-    assert message(lambda: call(Net(), rows())) == said.format("Tensor")
+    assert message(lambda: call(Net(), rows())) == said.format("Tensor; write (tensor,)")
     assert message(lambda: call(Net(), [rows()])) == said.format("list")
 
 
