@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_951,
+    "lines": 56_806,
     "files": 239,
-    "classes": 448,
+    "classes": 444,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 9,
     "class names that several classes have": 9,
