@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide.config.loader import FieldError, Locations
 from lowtide.config.memory import MemoryConfig
@@ -40,8 +40,12 @@ _LOWTIDE = "lowtide"
 _UNIT = {"batch": 1, "sequence": 256}
 """Sizes that are tried are multiples of it."""
 _FIRST_UNITS = 8
+_KNOWN_UNITS = (_FIRST_UNITS, 1)
+"""Sequences whose products are counted."""
 _MOST_UNITS = 2**16
-_FIRST_TOKENS_IN_BLOCKS = 32768
+_MOST_LINES = 4
+"""Sizes that are known, from which on growing is no longer guessed."""
+_FIRST_TOKENS_IN_BLOCKS = 131072
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,32 +118,39 @@ class TracedStep:
     hardware: Hardware
     budget_bytes: int
     say: Callable[[str], None]
+    first: TracedStep | None = None
+    """The same with another length, whose optimizer has the same state."""
+    like: tuple[TracedStep, ...] = ()
+    """The same with two other lengths: products grow with a length and its square."""
 
     @functools.cached_property
     def plain(self) -> Profile:
         """Its profile."""
-        return self._traced(self.hardware)
-
-    @property
-    def flops(self) -> float:
-        """Of the products of forward and backward."""
-        return sum(self.counted.op_seconds)
+        return self._traced(self.hardware, like=None if self.first is None else self.first.plain)
 
     @functools.cached_property
-    def counted(self) -> Profile:
-        """As `plain`, on a device where each of these operations takes a second."""
-        return self._traced(counting(self.hardware))
+    def flops(self) -> float:
+        """Of the products of forward and backward, on a device where each of these operations takes a second."""
+        if self.like:
+            return _through([(0, 0.0), *((step.num_tokens, step.flops) for step in self.like)], self.num_tokens)
+        return sum(self._traced(counting(self.hardware), like=(self.first or self).plain).op_seconds)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a sequence."""
+        return self.run.data.sequence_length
 
     @property
     def names(self) -> tuple[str, str]:
         """Of the model, and of its batch."""
-        shape = [self.run.train.batch_size, self.run.data.sequence_length]
-        return self.counted.model, f"input_ids=int64{shape}, labels=int64{shape}"
+        shape = [self.run.train.batch_size, self.num_tokens]
+        return (self.first or self).plain.model, f"input_ids=int64{shape}, labels=int64{shape}"
 
-    def _traced(self, hardware: Hardware) -> Profile:
+    def _traced(self, hardware: Hardware, *, like: Profile | None) -> Profile:
         from lowtide.cli.run_step import trace_run
 
-        return trace_run(dataclasses.replace(self.run, memory=MemoryConfig(loss="plain")), hardware, say=self.say)
+        whole = dataclasses.replace(self.run, memory=MemoryConfig(loss="plain"))
+        return trace_run(whole, hardware, say=self.say, like=like)
 
     def by_hand(self, name: str) -> Alternative:
         """A row of `BY_HAND`."""
@@ -179,6 +190,14 @@ class TracedStep:
         )
 
 
+def _through(points: Sequence[tuple[int, float]], at: int) -> float:
+    """What the curve through these points has at another place: a parabola, where there are three."""
+    return sum(
+        value * math.prod((at - other) / (place - other) for other, _ in points if other != place)
+        for place, value in points
+    )
+
+
 Maker = Callable[[RunConfig, int | None], "Plan"]
 """Gives the plan of a run for the budget, or for another number of bytes. Raises `BudgetError`."""
 
@@ -214,10 +233,19 @@ def largest(
     rows: list[Alternative] = []
     tries: dict[int, Alternative] = {}
 
+    how: Any = {"hardware": hardware, "budget_bytes": budget_bytes, "say": lambda text: None}
+    most, unit = _most(run, grown), _UNIT[grown]
+    known = [min(number * unit, most) for number in _KNOWN_UNITS]
+    is_known = grown == "sequence" and len(set(known)) == len(known)
+    like: list[TracedStep] = []
+    for size in known if is_known else ():
+        like.append(TracedStep(run=_grown(run, grown, size), first=like[0] if like else None, **how))
+
     @functools.cache
     def step_of(size: int) -> TracedStep:
-        grown_run = _grown(run, grown, size)
-        return TracedStep(run=grown_run, hardware=hardware, budget_bytes=budget_bytes, say=lambda text: None)
+        same = next((step for step in like if step.num_tokens == size), None)
+        first = like[0] if like else None
+        return same or TracedStep(run=_grown(run, grown, size), first=first, like=tuple(like), **how)
 
     def planned(name: str, size: int, error: BudgetError | None) -> Alternative:
         step = step_of(size or unit)
@@ -242,7 +270,6 @@ def largest(
         say(f"{name}: trying a {grown} of {size:,}")
         return step_of(size).played(name)[0]
 
-    most, unit = _most(run, grown), _UNIT[grown]
     for name in BY_HAND:
         size = _search(lambda size, name=name: peak_of(name, size), budget_bytes, unit, most)  # type: ignore[misc]
         rows.append(_at(step_of(size or unit).by_hand(name), size))
@@ -279,9 +306,10 @@ def _most(run: RunConfig, grown: Grown) -> int:
 def _search(
     peak: Callable[[int], int], budget_bytes: int, unit: int, most: int, first_units: int = _FIRST_UNITS
 ) -> int:
-    """The largest size whose peak is within the budget; 0 where not even the smallest is. Sizes grow fourfold until one
-    does not fit. Peaks grow nearly in proportion, so a straight line through the largest that fits and what was tried
-    next to it is a good guess; where two such guesses have not halved what is left, the middle is tried."""
+    """The largest size whose peak is within the budget; 0 where not even the smallest is. Peaks grow nearly in
+    proportion, so a straight line through the largest that fits and what was tried next to it is a good guess; where a
+    few such guesses have found none that does not fit, sizes grow fourfold, and where two have not halved what is left,
+    the middle is tried."""
     known = {0: 0}
     low, high = 0, max(most // unit, 1) + 1
     guess, num_misses = min(first_units, high - 1), 0
@@ -293,11 +321,12 @@ def _search(
         else:
             high = guess
         num_misses = num_misses + 1 if num_misses < 2 and 2 * (high - low) > left else 0
-        if high not in known:
+        is_open = high not in known
+        if is_open and not 2 < len(known) <= _MOST_LINES:
             guess, num_misses = 4 * low, 0
         else:
-            line = _by_line(known, low, budget_bytes) if num_misses < 2 else None
-            guess = (low + high) // 2 if line is None else line
+            line = _by_line(known, low, budget_bytes) if is_open or num_misses < 2 else None
+            guess = line or (4 * low if is_open else (low + high) // 2)
         guess = min(max(guess, low + 1), high - 1)
     return min(low * unit, most)
 

@@ -13,12 +13,14 @@ With `rows`, a batch of more rows than one block has head and loss in blocks (he
 with no rows, and gives logits of no rows, which the model scales as it does; from their graph is read what is done to
 logits before the loss. So the output's `logits` are empty then. Smaller batches, and steps without labels or without
 gradients, go as without `rows`: one block has plain's bits.
-Not covered: models that compute their loss without `loss_function` (bart, t5, whisper, ...); losses written by a user.
+Refused by name: models whose forward computes the loss without `loss_function` (bart, t5, whisper, ...). Not covered:
+losses written by a user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import threading
@@ -30,10 +32,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowtide.errors import ConfigError
-from lowtide.loss.cross_entropy import ROWS_STEP, Loss, keeps_bits, saves_memory, sliced_cross_entropy
+from lowtide.loss.cross_entropy import ROWS_STEP, is_ordinary, keeps_bits, saves_memory, sliced_cross_entropy
 from lowtide.loss.head import FORWARD, TANH, Step, head_cross_entropy, why_not_in_blocks
 from lowtide.loss.layers import layer_rows_of, take_layers_in_blocks
-from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import (
     FakeTensor,
     are_transforms_active,
@@ -48,8 +49,6 @@ _HOME = "transformers.loss.loss_utils"
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 """The losses that are known, and whether labels are shifted: word n is predicted from the words before it."""
 
-Key = tuple[torch.device, torch.dtype, int]
-
 
 class SlicedLoss:
     """What stands in for the `loss_function` of one model. Called as that is; gives what that gives."""
@@ -58,7 +57,7 @@ class SlicedLoss:
         self._plain = plain
         self._shifts = shifts
         self.blocks = blocks
-        self._keeps_bits: dict[Key, bool] = {}
+        self._keeps_bits = functools.cache(self._ask)
         self.was_sliced = False
         """Of the last call."""
         self.was_called = False
@@ -71,7 +70,8 @@ class SlicedLoss:
         self.was_called = True
         if self.blocks is not None and self.blocks.is_waiting:
             self.was_sliced = True
-            return self._loss_of(self.blocks.loss_of(logits), labels, **more)
+            loss_of, rows = self.blocks.loss_of(logits)
+            return self._loss_of(loss_of, rows, labels, **more)
         shifted = more.get("shift_labels") if self._shifts else None
         read = labels if shifted is None else shifted
         is_worth = saves_memory(logits.numel() // vocab_size, vocab_size, torch.float32)
@@ -82,7 +82,7 @@ class SlicedLoss:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model, or a file of it, has the plain function: nobody would ever take a copied one off."""
-        return _itself, (self._plain,)
+        return copy.copy, (self._plain,)
 
     def _sliced(
         self,
@@ -94,15 +94,12 @@ class SlicedLoss:
     ) -> torch.Tensor:
         # A part of the logits need not be contiguous; the plain loss gets a copy from its upcast.
         rows = logits.reshape(-1, vocab_size)
-
-        def loss_of(target: torch.Tensor, **how: Any) -> torch.Tensor:
-            return sliced_cross_entropy(rows, target.to(logits.device), slice_rows=slice_rows, **how)
-
-        return self._loss_of(loss_of, labels, **more)
+        return self._loss_of(functools.partial(sliced_cross_entropy, rows, slice_rows=slice_rows), rows, labels, **more)
 
     def _loss_of(
         self,
         loss_of: Callable[..., torch.Tensor],
+        rows: torch.Tensor,
         labels: torch.Tensor,
         *,
         num_items_in_batch: torch.Tensor | int | None = None,
@@ -110,13 +107,12 @@ class SlicedLoss:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        if self._shifts and shift_labels is None:
-            labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-        elif self._shifts:
-            assert shift_labels is not None
-            labels = shift_labels
+        if self._shifts:
+            shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            labels = shifted if shift_labels is None else shift_labels
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = loss_of(labels.reshape(-1), ignore_index=ignore_index, reduction=reduction, upcast=True)
+        target = labels.reshape(-1).to(rows.device)
+        loss = loss_of(target, ignore_index=ignore_index, reduction=reduction, upcast=True)
         if num_items_in_batch is None:
             return loss
         if isinstance(num_items_in_batch, torch.Tensor):
@@ -125,20 +121,9 @@ class SlicedLoss:
 
     def _covers(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> bool:
         if isinstance(logits, FakeTensor):
-            # A trace without a device. Whether that device keeps the bits is asked when there is one.
             return True
-        if not is_plain(labels) or labels.dtype != torch.int64:
-            return False
-        if not is_plain(logits):
-            return False
-        if are_transforms_active() or is_forward_mode():
-            return False
-        if not logits.is_floating_point() or logits.dtype is torch.float64:
-            return False
-        key = (logits.device, logits.dtype, vocab_size)
-        if key not in self._keeps_bits:
-            self._keeps_bits[key] = self._ask(*key)
-        return self._keeps_bits[key]
+        is_known = labels.dtype == torch.int64 and logits.is_floating_point() and logits.dtype is not torch.float64
+        return is_known and is_ordinary(logits, labels) and self._keeps_bits(logits.device, logits.dtype, vocab_size)
 
     def _ask(self, device: torch.device, dtype: torch.dtype, num_words: int) -> bool:
         def sliced(logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -147,12 +132,8 @@ class SlicedLoss:
         def plain(logits: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
             return self._plain(logits=logits, labels=labels, vocab_size=num_words, **more)
 
-        items: dict[str, Any] = {"num_items_in_batch": 7}
-        pairs: list[tuple[Loss, Loss]] = [
-            (sliced, plain),
-            (functools.partial(sliced, **items), functools.partial(plain, **items)),
-        ]
-        return keeps_bits("memory.loss: the loss", pairs, device, dtype, num_words)
+        hows: list[dict[str, Any]] = [{}, {"num_items_in_batch": 7}]
+        return keeps_bits("memory.loss: the loss", sliced, plain, hows, device, dtype, num_words)
 
 
 class HeadInBlocks:
@@ -186,23 +167,23 @@ class HeadInBlocks:
         """Whether the head's input of this forward pass waits for the loss."""
         return self._forward.output is not None
 
-    def loss_of(self, logits: torch.Tensor) -> Callable[..., torch.Tensor]:
-        """The loss of the head's input, by target; `logits` are those of no rows that the loss was called with."""
+    def loss_of(self, logits: torch.Tensor) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+        """The loss of the head's input, by target, and that input by rows. `logits` are those of no rows that the loss
+        was called with."""
         hidden, output = self._forward.hidden, self._forward.output
         assert hidden is not None and output is not None
-        steps = _steps_between(output, logits)
+        steps, rows = _steps_between(output, logits), hidden.reshape(-1, hidden.shape[-1])
         self._forward.hidden = self._forward.output = None
 
         def loss_of(target: torch.Tensor, **how: Any) -> torch.Tensor:
-            rows = hidden.reshape(-1, hidden.shape[-1])
             if len(target) != len(rows):
                 raise ConfigError(
                     f"memory.loss: rows: the head was given {len(rows)} rows and the loss {len(target)} labels, so it "
                     "is not the loss of all that the head gives; write loss: sliced"
                 )
-            return head_cross_entropy(rows, self._head, target.to(rows.device), rows=self.rows, steps=steps, **how)
+            return head_cross_entropy(rows, self._head, target, rows=self.rows, steps=steps, **how)
 
-        return loss_of
+        return loss_of, rows
 
     def _open(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._signature is None or getattr(owner.loss_function, "blocks", None) is not self:
@@ -275,10 +256,6 @@ def _steps_between(output: torch.Tensor, logits: torch.Tensor) -> tuple[Step, ..
     return tuple(reversed(steps))
 
 
-def _itself(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return plain
-
-
 class AttachedLoss(contextlib.ExitStack):
     """What stands in a model for `memory.loss` and `memory.rows`; `close()` puts the model's own back. Idempotent."""
 
@@ -335,6 +312,9 @@ def why_not(model: nn.Module) -> str:
             "it has no loss_function of transformers, which is where a loss can be exchanged; in a training loop of "
             "your own call lowtide.cross_entropy"
         )
+    own = (inspect.unwrap(each) for kind in type(owner).__mro__ for each in vars(kind).values() if callable(each))
+    if not any("loss_function" in each.__code__.co_names for each in own if inspect.isfunction(each)):
+        return f"the forward of {type(owner).__name__} has a loss of its own"
     plain = owner.loss_function
     if getattr(plain, "__module__", "") != _HOME or getattr(plain, "__name__", "") not in _SHIFTS:
         name = getattr(plain, "__qualname__", type(plain).__name__)
@@ -345,12 +325,10 @@ def why_not(model: nn.Module) -> str:
 def attach(model: nn.Module, rows: int | None = None) -> AttachedLoss:
     """Slice the loss of `model`; with `rows`, head and loss in blocks of so many. Raises `ConfigError` where `why_not`
     has a reason, and for a head that `why_not_in_blocks` refuses."""
-    reason = why_not(model)
-    if reason:
+    if reason := why_not(model):
         raise ConfigError(f"memory.loss: this model's loss cannot be sliced: {reason}; write loss: plain")
     owner = _owner_of(model)
-    reason = "" if rows is None else why_not_in_blocks(owner.get_output_embeddings())
-    if reason:
+    if rows is not None and (reason := why_not_in_blocks(owner.get_output_embeddings())):
         raise ConfigError(
             f"memory.loss: rows: this model's head cannot be taken in blocks: {reason}; write loss: sliced"
         )

@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 
-from lowtide.loss.cross_entropy import slices
 from lowtide.tensors.kinds import tensors_in
 from lowtide.tensors.private import FakeTensor, TorchDispatchMode, schema_of, top_saved_tensors_hooks
 
 REPEAT = "planning_repeat"
-"""An operator of traces: what runs from here on stands for so many times as much."""
+"""An operator of traces: what runs from here on stands for so many times as much, until it is given 0."""
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Run = Callable[[slice, list[Any], list[Any]], tuple[torch.Tensor, ...]]
@@ -89,7 +88,7 @@ class _InDeclaredBlocks(torch.autograd.Function):
         kind = inputs[0].device.type
         again = torch.empty_like(numbers)
         of_inputs = [torch.empty_like(each) if need else None for each, need in zip(inputs, needs, strict=True)]
-        sums = [DeclaredSum(each.dtype) if need else None for each, need in zip(weights, needs_weights, strict=True)]
+        sums: list[torch.Tensor | None] = [None] * len(weights)
         for part in declared_blocks(len(inputs[0]), work.rows, inputs[0]):
             with torch.enable_grad(), _unwatched(), torch.autocast(kind, **ctx.autocast, cache_enabled=False):
                 given = [_leaf(each[part], need) for each, need in zip(inputs, needs, strict=True)]
@@ -101,23 +100,24 @@ class _InDeclaredBlocks(torch.autograd.Function):
             roots, of_roots = zip(*pairs, strict=True) if pairs else ((), ())
             gradients = list(torch.autograd.grad(roots, wanted, of_roots, allow_unused=True))
             del given, leaves, made, wanted, pairs, roots, of_roots
-            for whole in of_inputs:
-                if whole is not None:
-                    _fill(whole[part], gradients.pop(0))
-            for total in sums:
-                if total is not None:
-                    _add(total, gradients.pop(0))
+            for whole in (each for each in of_inputs if each is not None):
+                whole[part] = 0.0 if gradients[0] is None else gradients[0]
+                del gradients[0]
+            for number, need in enumerate(needs_weights):
+                if need:
+                    sums[number] = _added(sums[number], gradients.pop(0))
         compare_again(numbers, again, work.what, work.fix)
-        return None, *of_inputs, *(None if total is None else total.result() for total in sums)
+        totals = zip(sums, weights, strict=True)
+        return None, *of_inputs, *(None if total is None else total.to(weight.dtype) for total, weight in totals)
 
 
-def _fill(rows: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    rows.zero_() if gradient is None else rows.copy_(gradient)
-
-
-def _add(total: DeclaredSum, gradient: torch.Tensor | None) -> None:
-    if gradient is not None:
-        total.add(gradient)
+def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The declared sum, with the next block's gradient."""
+    if gradient is None:
+        return total
+    if total is None:  # a copy: of weights that are added up autograd gives one gradient for all
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+    return total.add_(gradient)
 
 
 def name_at_once(tensor: torch.Tensor) -> None:
@@ -205,16 +205,21 @@ def _unwatched() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
+def slices(num_rows: int, rows: int, like: torch.Tensor | None = None) -> list[slice]:
+    """So many rows at a time."""
+    return [slice(start, start + rows) for start in range(0, num_rows, rows)]
+
+
 def declared_blocks(num_rows: int, rows: int, like: torch.Tensor) -> Iterator[slice]:
     """The blocks of `rows` rows in order; of a trace only two, of which the second counts for all that follow."""
-    parts = list(slices(num_rows, rows))
+    parts = slices(num_rows, rows)
     if not isinstance(like, FakeTensor) or len(parts) <= 2:
         yield from parts
         return
     yield parts[0]
     _repeat()(like, num_rows / rows - 1)
     yield parts[1]
-    _repeat()(like, 1.0)
+    _repeat()(like, 0.0)
 
 
 @functools.lru_cache(maxsize=1)
@@ -227,25 +232,6 @@ def _repeat() -> Any:
         return like.new_empty(0)
 
     return torch.ops.lowtide.planning_repeat
-
-
-class DeclaredSum:
-    """The declared sum of what blocks give: in order, in fp32 or wider, rounded once."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype`: of the result."""
-        self._dtype = dtype
-        self._sum: torch.Tensor | None = None
-
-    def add(self, block: torch.Tensor) -> None:
-        """What the next block gives."""
-        if self._sum is None:
-            self._sum = block.to(torch.promote_types(block.dtype, torch.float32))
-        else:
-            self._sum.add_(block)
-
-    def result(self) -> torch.Tensor | None:
-        return None if self._sum is None else self._sum.to(self._dtype)
 
 
 def compare_again(first: torch.Tensor, again: torch.Tensor, what: str, fix: str) -> None:

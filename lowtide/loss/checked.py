@@ -18,14 +18,14 @@ from lowtide.errors import ConfigError, wrong_argument
 from lowtide.loss.cross_entropy import (
     ROWS_STEP,
     check,
+    is_ordinary,
     keeps_bits,
     saves_memory,
     sliced_cross_entropy,
     whole_cross_entropy,
 )
 from lowtide.loss.head import head_cross_entropy, why_not_in_blocks
-from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import FakeTensor, are_transforms_active, is_forward_mode
+from lowtide.tensors.private import FakeTensor
 from lowtide.tensors.wrappers import is_distributed
 
 _CALL = "lowtide.cross_entropy"
@@ -82,8 +82,8 @@ def cross_entropy(
     how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
     if is_whole or not _is_covered(logits, labels, upcast):
         whole = logits.float() if upcast and logits.dtype.itemsize < 4 else logits
-        more: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-        return whole_cross_entropy(whole, labels, weight=weight, **how, **more)
+        how |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        return whole_cross_entropy(whole, labels, weight=weight, **how)
     return sliced_cross_entropy(logits, labels, upcast=upcast, **how)
 
 
@@ -119,9 +119,7 @@ def _is_covered(logits: torch.Tensor, labels: torch.Tensor, upcast: bool) -> boo
         return False
     if isinstance(logits, FakeTensor):
         return True  # a trace without a device, which has no bits to compare
-    if not is_plain(logits) or not is_plain(labels) or are_transforms_active() or is_forward_mode():
-        return False
-    return _keeps_bits(logits.device, logits.dtype, num_words, upcast)
+    return is_ordinary(logits, labels) and _keeps_bits(logits.device, logits.dtype, num_words, upcast)
 
 
 @functools.cache
@@ -134,8 +132,5 @@ def _keeps_bits(device: torch.device, dtype: torch.dtype, num_words: int, upcast
         rows = (logits.float() if upcast and dtype.itemsize < 4 else logits).view(-1, num_words)
         return whole_cross_entropy(rows, labels.view(-1), ignore_index=-100, reduction=reduction)
 
-    pairs = [
-        (functools.partial(sliced, reduction=each), functools.partial(plain, reduction=each))
-        for each in ("mean", "sum")
-    ]
-    return keeps_bits("cross_entropy", pairs, device, dtype, num_words)
+    hows = [{"reduction": "mean"}, {"reduction": "sum"}]
+    return keeps_bits("cross_entropy", sliced, plain, hows, device, dtype, num_words)

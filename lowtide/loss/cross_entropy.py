@@ -33,17 +33,24 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from lowtide.errors import ConfigError
+from lowtide.loss.blocks import declared_blocks, slices
 from lowtide.tensors.kinds import is_plain
-from lowtide.tensors.private import log_softmax_backward, log_softmax_backward_into
+from lowtide.tensors.private import (
+    are_transforms_active,
+    is_forward_mode,
+    log_softmax_backward,
+    log_softmax_backward_into,
+)
 from lowtide.tensors.view import same_bytes
 from lowtide.units import MIB
 
@@ -68,6 +75,11 @@ class Slicing:
     """Of the log-probabilities."""
     num_rows: int
     """At a time."""
+    is_block: bool = False
+    """The logits are those of a block, which nobody else reads: their gradient is written over them."""
+
+    def parts(self, logits: torch.Tensor) -> Iterable[slice]:
+        return (declared_blocks if self.is_block else slices)(len(logits), self.num_rows, logits)
 
 
 def sliced_cross_entropy(
@@ -88,15 +100,33 @@ def sliced_cross_entropy(
     no word (on the CPU; elsewhere the device says so).
     """
     check(logits, target, reduction, slice_rows)
+    words, is_ignored = words_of(target, ignore_index, logits.shape[1])
+    picked = picked_of(logits, words, upcast=upcast, slice_rows=slice_rows)
+    return loss_of_rows(picked, is_ignored, reduction)
+
+
+def picked_of(
+    logits: torch.Tensor, words: torch.Tensor, *, upcast: bool, slice_rows: int | None = None, is_block: bool = False
+) -> torch.Tensor:
+    """The log-probability of each row's word. `is_block`: of `Slicing`."""
     if torch.is_autocast_enabled(logits.device.type):
         upcast = True
     dtype = torch.float32 if upcast and logits.dtype.itemsize < 4 else logits.dtype
     num_rows = slice_rows or rows_of_slice(logits.shape[0], logits.shape[1], dtype)
+    picked: torch.Tensor = _OfRows.apply(logits, words, Slicing(dtype, num_rows, is_block))
+    return picked
+
+
+def words_of(target: torch.Tensor, ignore_index: int, num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The word of each row, any of a row that is ignored; and which are. Raises IndexError as torch does for a number
+    of no word; elsewhere than on the CPU, the device does."""
     is_ignored = target == ignore_index
     words = target.masked_fill(is_ignored, 0)
-    check_names(words, logits.shape[1])
-    picked = _OfRows.apply(logits, words, Slicing(dtype, num_rows))
-    return loss_of_rows(picked, is_ignored, reduction)
+    if words.device.type == "cpu" and is_plain(words):
+        out = (words < 0) | (words >= num_words)
+        if out.any():
+            raise IndexError(f"Target {int(words[out][0])} is out of bounds.")
+    return words, is_ignored
 
 
 def loss_of_rows(picked: torch.Tensor, is_ignored: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -133,6 +163,11 @@ def saves_memory(num_rows: int, num_words: int, dtype: torch.dtype) -> bool:
     return num_rows >= _FEWEST_SLICES * rows_of_slice(num_rows, num_words, dtype)
 
 
+def is_ordinary(logits: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Whether both are tensors of torch's own, and no transform looks on."""
+    return is_plain(logits) and is_plain(labels) and not (are_transforms_active() or is_forward_mode())
+
+
 def check(logits: torch.Tensor, target: torch.Tensor, reduction: str, slice_rows: int | None = None) -> None:
     """Raises `ConfigError` for what `sliced_cross_entropy` does not cover."""
     if logits.dim() != 2 or target.dim() != 1 or logits.shape[0] != target.shape[0]:
@@ -149,15 +184,6 @@ def check(logits: torch.Tensor, target: torch.Tensor, reduction: str, slice_rows
         raise ConfigError(f"lowtide.cross_entropy: reduction must be mean, sum or none, not {reduction!r}")
     if slice_rows is not None and (slice_rows < 1 or slice_rows % ROWS_STEP):
         raise ConfigError(f"lowtide.cross_entropy: slice_rows must be a multiple of {ROWS_STEP}, not {slice_rows}")
-
-
-def check_names(words: torch.Tensor, num_words: int) -> None:
-    """Raises IndexError as torch does for a number of no word. Elsewhere than on the CPU, the device does."""
-    if words.device.type != "cpu" or not is_plain(words):
-        return
-    out = (words < 0) | (words >= num_words)
-    if out.any():
-        raise IndexError(f"Target {int(words[out][0])} is out of bounds.")
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -178,19 +204,29 @@ class _OfRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_picked: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, words = saved_of(ctx)
+        try:
+            logits, words = ctx.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                "lowtide: the logits were written to between the loss and its backward pass, where a loss in slices "
+                "reads them again; write to a copy of them (logits.clone()), or write loss: plain (memory.loss)"
+            ) from error
         given = (logits, words, of_picked)
         with torch.no_grad(), without_autocast(logits.device.type):
             gradient = _made(
                 lambda: gradient_of(*given, ctx.slicing), lambda: _gradients_of_slices(*given, ctx.slicing)
             )
-        return draw_once(gradient, logits, of_picked), None, None
+        if torch.is_grad_enabled():
+            gradient = _OnlyOnce.apply(gradient, logits, of_picked)
+        return gradient, None, None
 
 
 def fill(picked: torch.Tensor, logits: torch.Tensor, words: torch.Tensor, slicing: Slicing) -> None:
     """Write the log-probability of each row's word to `picked`."""
     buffers = Buffers(logits, slicing)
-    for part in slices(len(logits), slicing.num_rows):
+    for part in slicing.parts(logits):
         numbers = buffers.upcast(logits[part])
         log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
         torch.gather(log_probs, 1, words[part, None], out=picked[part, None])
@@ -206,26 +242,16 @@ def _made(whole: Callable[[], torch.Tensor], slices: Callable[[], Iterator[torch
         return torch.cat(list(slices()))
 
 
-def gradient_of(
-    logits: torch.Tensor,
-    words: torch.Tensor,
-    of_picked: torch.Tensor,
-    slicing: Slicing,
-    *,
-    picked: torch.Tensor | None = None,
-) -> torch.Tensor:
+def gradient_of(logits: torch.Tensor, words: torch.Tensor, of_picked: torch.Tensor, slicing: Slicing) -> torch.Tensor:
     """Of the logits, from that of what `fill` gave, in the layout of plain autograd's: a log-softmax gives one in rows,
-    whatever the layout of the logits. `picked`: write the log-probability of each row's word there once more, and the
-    gradient over the logits."""
-    gradient = logits if picked is not None else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    whatever the layout of the logits."""
+    gradient = logits if slicing.is_block else torch.empty_like(logits, memory_format=torch.contiguous_format)
     buffers = Buffers(logits, slicing)
     of_log_probs = torch.zeros_like(buffers.log_probs)
-    for part in slices(len(logits), slicing.num_rows):
+    for part in slicing.parts(logits):
         numbers = buffers.upcast(logits[part])
         log_probs = torch.log_softmax(numbers, 1, out=buffers.log_probs[: len(numbers)])
         outer, mine = of_log_probs[: len(numbers)], words[part, None]
-        if picked is not None:
-            torch.gather(log_probs, 1, mine, out=picked[part, None])
         outer.scatter_(1, mine, of_picked[part, None])
         made = buffers.for_gradient(gradient[part])
         log_softmax_backward_into(outer, log_probs, 1, slicing.dtype, out=made)
@@ -239,7 +265,7 @@ def _gradients_of_slices(
     logits: torch.Tensor, words: torch.Tensor, of_picked: torch.Tensor, slicing: Slicing
 ) -> Iterator[torch.Tensor]:
     """The same by functions alone."""
-    for part in slices(len(logits), slicing.num_rows):
+    for part in slicing.parts(logits):
         log_probs = torch.log_softmax(logits[part].to(slicing.dtype), 1)
         outer = torch.zeros_like(log_probs).scatter(1, words[part, None], of_picked[part, None])
         yield log_softmax_backward(outer, log_probs, 1, slicing.dtype).to(logits.dtype)
@@ -279,28 +305,6 @@ class _OnlyOnce(torch.autograd.Function):
         )
 
 
-def draw_once(gradient: torch.Tensor, *made_from: torch.Tensor | None) -> torch.Tensor:
-    """`gradient`, which raises RuntimeError if a second derivative goes through it to what it was `made_from`."""
-    if not torch.is_grad_enabled():
-        return gradient
-    result: torch.Tensor = _OnlyOnce.apply(gradient, *made_from)
-    return result
-
-
-def saved_of(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """What the forward pass saved. Raises RuntimeError, in words of ours, where the logits were written to since."""
-    try:
-        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise RuntimeError(
-            "lowtide: the logits were written to between the loss and its backward pass, where a loss in slices reads "
-            "them again; write to a copy of them (logits.clone()), or write loss: plain (memory.loss)"
-        ) from error
-    return saved
-
-
 @contextlib.contextmanager
 def without_autocast(device_type: str) -> Iterator[None]:
     """Inside, kernels run in the dtype that they are given, also in a backward pass under autocast."""
@@ -311,25 +315,26 @@ def without_autocast(device_type: str) -> Iterator[None]:
         yield
 
 
-def slices(num_rows: int, at_a_time: int) -> list[slice]:
-    return [slice(start, start + at_a_time) for start in range(0, num_rows, at_a_time)]
-
-
 # -- whether this machine keeps the bits -------------------------------------------------------------------------------
 
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[..., torch.Tensor]
 """A loss of logits `[2, 48, words]` and targets `[2, 48]`."""
 _TRIED_SHAPE = (2, 48)
 
 
 def keeps_bits(
-    what: str, pairs: Iterable[tuple[Loss, Loss]], device: torch.device, dtype: torch.dtype, words: int
+    what: str,
+    sliced: Loss,
+    plain: Loss,
+    hows: Sequence[dict[str, Any]],
+    *place: Any,  # of `same_bits`
 ) -> bool:
-    """Whether each sliced loss has the bits of the plain one beside it, for so many words on this machine; a warning
-    says of `what` that it has not."""
-    if all(same_bits(sliced, plain, device, dtype, words) for sliced, plain in pairs):
+    """Whether the sliced loss has the bits of the plain one, called in each of these ways, for so many words on this
+    machine; a warning says of `what` that it has not."""
+    if all(same_bits(partial(sliced, **how), partial(plain, **how), *place) for how in hows):
         return True
+    device, dtype, words = place
     warnings.warn(
         f"lowtide: {what} stays plain: in slices it has other bits here (torch {torch.__version__}, {device}, "
         f"{name_of(dtype)}, {words} words)",

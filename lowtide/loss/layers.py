@@ -14,8 +14,9 @@ at once, its kernels take a quarter for themselves, and what they read and give 
 A layer that does not call attention is one function of rows, and so are norms beside the layers, or in place of both
 whatever modules a user declares row-wise (`memory.row_wise`), with several tensors in and out.
 
-Which sum: that of blocks.py, for all weights of a layer. Rows are those of all sequences of a batch, one after the
-other. A batch of one block goes through the model's own forward, and has plain's bits.
+Which sum: that of blocks.py, for all weights of a layer; one that has a part before attention and after it has both,
+added up. Rows are those of all sequences of a batch, one after the other. A batch of one block goes through the model's
+own forward, and has plain's bits.
 
 Why it is safe: that rows do not talk to each other is tried out in each layer's first forward pass. A few rows run
 three times, with the first one exchanged, and the last one; all others must keep their bits. And the first and the last
@@ -83,7 +84,7 @@ def take_layers_in_blocks(model: nn.Module, rows: int, row_wise: Sequence[str] =
     """Take the modules that `row_wise` names by patterns in blocks of `rows`, until what is returned is called; without
     patterns the layers of the model, and norms beside them. Raises `ConfigError` where there is none, and for modules
     that are known not to be functions of rows."""
-    layers = _named(model, row_wise) if row_wise else _layers_of(model)
+    layers = _taken(model, row_wise)
     if not layers:
         raise ConfigError(
             f"memory.rows: {type(model).__name__} has no layers in a torch.nn.ModuleList, which could be taken in "
@@ -110,31 +111,27 @@ def layer_rows_of(model: nn.Module) -> tuple[int | None, tuple[str, ...]]:
     return (None, ()) if found is None else (found.rows, found.row_wise)
 
 
-def _named(model: nn.Module, row_wise: Sequence[str]) -> dict[str, Any]:
-    """The outermost modules that a pattern names, by name."""
-    found: dict[str, Any] = {}
-    for text in row_wise:
-        pattern = Pattern.parse(text, where="memory.row_wise")
-        matching = {name: each for name, each in model.named_modules() if name and pattern.matches(name, is_site=False)}
-        if not matching:
+def _taken(model: nn.Module, row_wise: Sequence[str]) -> dict[str, Any]:
+    """The outermost modules that a pattern names, by name; without patterns those with parameters in lists of modules,
+    and norms beside them."""
+    modules = dict(model.named_modules())
+    patterns = {text: Pattern.parse(text, where="memory.row_wise") for text in row_wise}
+    for text, pattern in patterns.items():
+        if not any(name and pattern.matches(name, is_site=False) for name in modules):
             raise ConfigError(f"memory.row_wise: '{text}' is no module of {type(model).__name__}")
-        found |= {name: each for name, each in matching.items() if type(each).forward is not nn.Module.forward}
-    return {name: each for name, each in found.items() if not any(name.startswith(f"{other}.") for other in found)}
 
+    def is_asked(name: str, module: nn.Module) -> bool:
+        if patterns:
+            is_named = any(pattern.matches(name, is_site=False) for pattern in patterns.values())
+            return is_named and type(module).forward is not nn.Module.forward
+        parent, is_leaf = modules[name.rpartition(".")[0]], not any(True for _ in module.children())
+        is_layer = isinstance(parent, nn.ModuleList) and not isinstance(module, nn.ModuleList)
+        is_norm = is_leaf and has_lists and "Norm" in type(module).__name__
+        return (is_layer or is_norm) and any(True for _ in module.parameters())
 
-def _layers_of(model: nn.Module) -> dict[str, Any]:
-    """The outermost modules with parameters in lists of modules, and norms that lie in none of these, by name."""
-    found: dict[str, Any] = {}
-    norms: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        parent = model.get_submodule(name.rpartition(".")[0])
-        if any(name.startswith(f"{layer}.") for layer in found) or not any(True for _ in module.parameters()):
-            continue
-        if isinstance(parent, nn.ModuleList) and not isinstance(module, nn.ModuleList):
-            found[name] = module
-        elif "Norm" in type(module).__name__:
-            norms[name] = module
-    return {**found, **norms} if found else {}
+    has_lists = any(isinstance(each, nn.ModuleList) for each in modules.values())
+    asked = {name: each for name, each in modules.items() if name and is_asked(name, each)}
+    return {name: each for name, each in asked.items() if not any(name.startswith(f"{other}.") for other in asked)}
 
 
 def _why_not(layer: Any) -> str:
@@ -183,9 +180,9 @@ class _LayerInBlocks:
         inputs = given.inputs_of(args, kwargs)
         before, after, _ = self._look(given, [each.detach() for each in inputs])
         weights = dict(self._body.named_parameters())
-        read = before.read | after.read_after
-        first = [name for name, weight in weights.items() if id(weight) in before.read or id(weight) not in read]
-        rest = [name for name, weight in weights.items() if id(weight) in after.read_after or id(weight) not in read]
+        # What is made before attention may be read after it too, so that all weights have a part in the rest.
+        only_rest = after.read_after - before.read
+        first = [name for name, weight in weights.items() if id(weight) not in only_rest]
 
         def run_first(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
             parts = self._run(given, part, inputs, dict(zip(first, leaves, strict=True))).rows_given()
@@ -195,7 +192,7 @@ class _LayerInBlocks:
         def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
             heads = inputs[given.num_inputs :]
             made = torch.cat(heads, 1) if heads else None
-            return given.rows_of(self._run(given, part, inputs, dict(zip(rest, leaves, strict=True)), made).result)
+            return given.rows_of(self._run(given, part, inputs, dict(zip(weights, leaves, strict=True)), made).result)
 
         if before.given is not None:
             run = RowWise(run_first, self.rows, len(inputs), _WHAT, _FIX)
@@ -203,7 +200,7 @@ class _LayerInBlocks:
             while parts:  # what attention has read goes before the blocks after it run
                 inputs.append(_attend(given.lead, [parts.pop(0) for _ in range(3)], before.setting))
         run = RowWise(run_rest, self.rows, len(inputs), _WHAT, _FIX)
-        rows = iter(run(*inputs, *(weights[name] for name in rest)))
+        rows = iter(run(*inputs, *weights.values()))
         wholes = (each.view(*given.lead, *each.shape[1:]) for each in rows)
         return tree_map_only(torch.Tensor, lambda _: next(wholes), after.result)
 
@@ -357,6 +354,8 @@ class _Given:
         def cut(rows: torch.Tensor) -> torch.Tensor:
             if id(rows) in of_place:
                 rows = of_place[id(rows)]
+            elif rows.ndim == 0:
+                return rows
             elif part.stop <= len(rows):
                 rows = rows[part]
             else:
@@ -378,7 +377,10 @@ class _Given:
         return tuple(leaf[(0,) * len(self._ones)] for leaf in leaves)
 
     def _rows_of(self, tensor: torch.Tensor, *, is_input: bool = False) -> torch.Tensor:
-        """A row for each token of the batch, or of one sequence, where all sequences have the same."""
+        """A row for each token of the batch, or of one sequence, where all sequences have the same. A number, such as
+        transformers' num_items_in_batch, is for all rows."""
+        if tensor.ndim == 0 and not is_input:
+            return tensor
         lead, rest = tensor.shape[: len(self.lead)], tensor.shape[len(self.lead) :]
         if lead != self.lead and lead != (1, *self.lead[1:]):
             raise _refusal(self._name, f"it is given a tensor {_without_rows(tensor)}")

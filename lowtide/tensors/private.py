@@ -373,9 +373,6 @@ only by a graph of its own."""
 log_softmax_backward_into: Callable[..., torch.Tensor] = find("torch.ops.aten._log_softmax_backward_data.out")
 """`log_softmax_backward` that writes to memory that is there, `out=`."""
 
-tanh_backward_into: Callable[..., torch.Tensor] = find("torch.ops.aten.tanh_backward.grad_input")
-"""The derivative of a tanh, from its result, written to `grad_input=`. Public only by a graph of its own."""
-
 FAKE_TENSOR_MODULE = "torch._subclasses.fake_tensor"
 """The module of `FakeTensor`, and the name of the logger that tells why an operator on fake tensors failed."""
 

@@ -329,9 +329,12 @@ def _rules(kind: str, draw: Any, r: Random) -> dict[str, Any]:
         return {**MEMORY, "recompute": "all", "swap": "all"}
     if kind == "leaves":
         return {**MEMORY, "recompute": leaves[:: r.choice((1, 1, 2))], "swap": r.choice(("all", "none"))}
-    fates: dict[str, list[str]] = {"recompute": [], "swap": [], "keep": []}
+    fates: dict[str, list[Any]] = {"recompute": [], "swap": [], "keep": []}
     for name in names:
         fates[r.choice(("recompute", "swap", "swap", "keep", "keep", "keep"))].append(name)
+    tier = Random(f"{draw.seed} tier").choice((None, "disk", "host" if draw.engine.startswith("virtual") else "disk"))
+    if tier is not None:
+        fates["swap"] = [{"match": name, "tier": tier} for name in fates["swap"]]
     return {**MEMORY, **{fate: listed for fate, listed in fates.items() if listed}}
 
 

@@ -193,6 +193,33 @@ def test_a_weight_that_is_used_before_and_after_attention_has_both_gradients() -
     assert all(torch.allclose(a, b) for a, b in zip(want, _ours(layer, *numbers, 64), strict=True))
 
 
+class _Parallel(Layer):
+    """The MLP reads what attention has read, as in Cohere's layers."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        given = self.norm(x)
+        heads = self.qkv(given).unflatten(-1, (-1, 8)).split((4, self.num_keys, self.num_keys), -2)
+        made = F.scaled_dot_product_attention(*(each.transpose(-3, -2) for each in heads), is_causal=True)
+        return x + self.out(made.transpose(-3, -2).flatten(-2)) + self.down(F.gelu(self.up(given)))
+
+
+def test_what_is_made_before_attention_and_read_after_it_gives_both_gradients() -> None:
+    torch.manual_seed(0)
+    layer, numbers = Layer().double(), _numbers(torch.float64)
+    layer.__class__ = _Parallel
+    layer.norm2 = nn.Identity()
+    want = _ours(layer, *numbers, 1000)
+    assert all(torch.allclose(a, b) for a, b in zip(want, _ours(layer, *numbers, 64), strict=True))
+
+
+def test_a_number_is_for_all_rows() -> None:
+    """Transformers' trainer gives each layer the number of words that are to be learnt."""
+    (batch, _), model = _tokens(), MODELS["llama"]()
+    with lowtide.apply(model, {"rows": 100}):
+        want, got = (_step(model, {**batch, "num_items_in_batch": number}) for number in (3, torch.tensor(3)))
+    _assert_same_steps(want, got)
+
+
 @pytest.mark.parametrize(("name", "fates"), in_turn(4, NAMES, ["nothing", *FATES]))
 def test_no_plan_changes_a_bit(name: str, fates: str) -> None:
     (batch, _), model = _tokens(), MODELS[name]()

@@ -79,6 +79,17 @@ class Mixture(nn.Module):
         return torch.stack([each(x) for each in self.parts], -1).mul(weights[..., None, :]).sum(-1)
 
 
+class Summed(nn.Module):
+    """Autograd gives one tensor as the gradient of both weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(12, 12)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a + self.b)
+
+
 class Model(nn.Module):
     """`tail` stands in no list. `calls`: how often it is called; `shape`: of what it is given."""
 
@@ -104,6 +115,7 @@ KINDS: dict[str, Callable[[], Model]] = {
     "no weights": lambda: Model(nn.GELU()),
     "a norm": lambda: Model(nn.RMSNorm(12)),
     "a mixture": lambda: Model(Mixture()),
+    "a sum of weights": lambda: Model(Summed()),
     "lora": lambda: Model(Lora()),
     "parametrized": lambda: Model(parametrizations.weight_norm(nn.Linear(12, 12))),
     "bf16": lambda: Model(Picture(), shape=(1, 2, 40, 12)).to(torch.bfloat16),

@@ -1020,13 +1020,6 @@ def test_number_in_graph() -> None:
     assert private.number_in_graph(x.exp().grad_fn) is None
 
 
-def test_tanh_backward_into() -> None:
-    gradient, result = torch.randn(5), torch.randn(5).tanh()
-    into = torch.empty(5)
-    private.tanh_backward_into(gradient, result, grad_input=into)
-    assert torch.equal(into, torch.ops.aten.tanh_backward(gradient, result))
-
-
 def test_await_unshard() -> None:
     asked: list[object] = []
     private.await_unshard(SimpleNamespace(_assert_unsharded=asked.append), "stage")

@@ -266,11 +266,11 @@ class _Roofline:
             seconds = self._price(column, self._layers, self.hardware)
         else:
             seconds = [op_seconds(call, self.hardware) for call in column]
-        times = 1.0
+        times = [1.0]  # blocks within blocks
         for number, call in enumerate(column):
             if call.func.overloadpacket.__name__ == REPEAT:
-                times = call.args[1]
-            seconds[number] *= times
+                times = [*times, times[-1] * call.args[1]] if call.args[1] else times[:-1]
+            seconds[number] *= times[-1]
         return seconds
 
 
