@@ -67,9 +67,6 @@ class SplitExperts(nn.Module):
             return rows.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(hidden_states.dtype)
         return _Collect.apply(rows.to(hidden_states.dtype), routing.token, routing.place)
 
-    def extra_repr(self) -> str:
-        return f"{len(self.gate_up_proj)} of {self.num_experts} experts"
-
     @torch.no_grad()
     def _route(self, top_k_index: torch.Tensor) -> _Routing:
         num_tokens, top_k = top_k_index.shape
