@@ -26,6 +26,7 @@ from torch import nn
 
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.pipeline.gradients import Tie, find_ties
+from lowtide.tensors.private import BACKWARD_HOOKS, FORWARD_HOOKS
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3")
 """Values of `config.model_type` for which tests show that stages give the bits of the whole model."""
@@ -67,7 +68,13 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
         raise ConfigError(
             "pipeline: output_router_logits adds router losses of all layers, which no stage has; turn it off"
         )
+    _refuse_what_no_stage_runs(model)
     num_layers = len(model.model.layers)
+    if model.config.num_hidden_layers != num_layers:
+        raise ConfigError(
+            f"pipeline: config.num_hidden_layers is {model.config.num_hidden_layers}, and the model has {num_layers} "
+            "layers, of which it runs so many; make both the same"
+        )
     if [number for each in layers for number in each] != list(range(num_layers)):
         raise ConfigError(f"pipeline: the model has {num_layers} layers, and the stages have {list(map(list, layers))}")
     last = len(layers) - 1
@@ -81,6 +88,29 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
     for stage in stages:
         stage.origin = origin
     return stages
+
+
+def _refuse_what_no_stage_runs(model: Any) -> None:
+    """ConfigError where not only the forwards of transformers run (each stage runs the inner one, none the outer one),
+    and for a tensor that is trained and of which stages would have copies."""
+    for name, module in (("the model", model), ("model.model", model.model)):
+        why = "has hooks" if any(getattr(module, hooks) for hooks in (*FORWARD_HOOKS, *BACKWARD_HOOKS)) else ""
+        if not type(module).__module__.startswith("transformers.models."):
+            why = f"is of class {type(module).__name__}, which is not transformers' own"
+        elif "forward" in vars(module):
+            why = "has a forward of its own"
+        if why:
+            raise ConfigError(
+                f"pipeline: {name} {why}, and what it adds to the forward of the whole model no stage would compute. "
+                "Take it off, put it into a layer or into the loss, or give Pipeline stages of your own"
+            )
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise ConfigError(
+                    f"pipeline: '{name}.{key}' requires a gradient and is no parameter, so stages would have copies of "
+                    "it; make it an nn.Parameter"
+                )
 
 
 def _part(inner: nn.Module, own: range, *, is_first: bool, is_last: bool) -> nn.Module:

@@ -241,12 +241,6 @@ class Pipeline:
                 )
         return None
 
-    def stop_putting_off(self) -> None:
-        """Have every I of this rank do the whole backward."""
-        if self.weight_gradients is not None:
-            self.weight_gradients.leave()
-            self.weight_gradients = None
-
     @contextlib.contextmanager
     def ending_all(self, at: str) -> Iterator[None]:
         """What is raised inside ends the pipeline on all ranks, as a step that fails does."""
@@ -257,9 +251,10 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """Leave the stages as they were."""
+        """Leave the stages as they were. From now on every I does the whole backward."""
         if self.weight_gradients is not None:
             self.weight_gradients.leave()
+            self.weight_gradients = None
 
     def _end(self, error: BaseException, at: str) -> None:
         """Tell the other ranks, and the reader of the traceback."""
@@ -391,7 +386,8 @@ class _Walk:
             result = every.carries
             self._transport.ask(result, source=self._pipeline.schedule.rank_of_stage[result.stage])
         elif not isinstance(every, Pair) and every.kind is Kind.BACKWARD_WEIGHT:
-            self._weight_gradient(every)
+            if (weights := self._weights_of((every.stage, every.micro_batch))) is not None:
+                weights.run((every.stage, every.micro_batch))
         else:
             ready = {part.kind is Kind.FORWARD: self._ready(part) for part in every.parts}
             if self._transport is not None:
@@ -500,12 +496,6 @@ class _Walk:
         with self._gradients.of_stage(action.stage), putting_off:
             found = backward(*self._chunks.pop(chunk), given)
         self._give(action, found)
-
-    def _weight_gradient(self, action: Action) -> None:
-        chunk = action.stage, action.micro_batch
-        weights = self._weights_of(chunk)
-        if weights is not None:
-            weights.run(chunk)
 
     def _give(self, action: Action, tensors: Tensors) -> None:
         """Hand a result on: to this rank, or to another one as soon as those before it have gone."""

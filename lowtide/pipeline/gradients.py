@@ -323,16 +323,12 @@ class StepGradients:
 # -- their norm --------------------------------------------------------------------------------------------------------
 
 
-_Norms = dict[int, list[tuple[torch.dtype, float]]]
-"""Of the weights of each stage, with the dtype of their gradients."""
-
-
 def gradient_norm(
     weights: Mapping[int, Sequence[torch.Tensor]], elsewhere: Collection[torch.Tensor], group: Any
 ) -> torch.Tensor:
     """Collective. weights: of each stage of the rank. elsewhere: those that another place counts."""
     seen = set(elsewhere)
-    own: _Norms = {}
+    own: dict[int, list[tuple[torch.dtype, float]]] = {}
     for stage, each in sorted(weights.items()):
         own[stage] = []
         for weight in each:

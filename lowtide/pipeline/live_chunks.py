@@ -68,7 +68,9 @@ def live_chunks_of(schedule: Schedule, rank: int, *, pairs_at_once: bool, puts_o
 def read_by_then(schedule: Schedule, rank: int) -> dict[AnyAction, frozenset[Result]]:
     """For each action of a rank, once it has what it reads: results that the rank has sent, and of which it knows from
     then on that their readers have begun. `live_chunks_of` counts them no more."""
-    place, seen = _reader_positions(schedule), set[Result]()
+    place = {result: (home, at) for home, at, action in schedule.parts() for result in _read_by(schedule, action)}
+    """Of each result that travels: the rank that reads it, and the position of the action that does."""
+    seen = set[Result]()
     found: dict[AnyAction, frozenset[Result]] = {}
     sent: set[Result] = set()
     for every, known in zip(schedule.actions[rank], _known_positions(schedule, rank), strict=True):
@@ -132,15 +134,6 @@ def _walk(schedule: Schedule, rank: int, pairs_at_once: bool, puts_off: bool) ->
             yield moment(tuple(parts))
             for part in parts:
                 end(part)
-
-
-def _reader_positions(schedule: Schedule) -> dict[Result, tuple[int, int]]:
-    """Of each result that travels: the rank that reads it, and the position of the action that does."""
-    found: dict[Result, tuple[int, int]] = {}
-    for rank, place, action in schedule.parts():
-        for result in _read_by(schedule, action):
-            found.setdefault(result, (rank, place))
-    return found
 
 
 def _read_by(schedule: Schedule, action: Action) -> Iterator[Result]:

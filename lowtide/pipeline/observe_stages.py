@@ -77,7 +77,7 @@ def observe_stages(
             with later if _is_split(pipeline, stage) else contextlib.nullcontext():
                 profile, exchanges = _observe_stage(pipeline, stage, (args, kwargs), output, target)
             if later.kept and exchanges:
-                pipeline.stop_putting_off()
+                pipeline.close()
                 return observe(stage, args, kwargs)
             profile, put_off_bytes, product_bytes = later.within(profile)
             found[stage] = StageChunk(
@@ -151,6 +151,9 @@ def _observe_stage(
             _refuse_idle(stage, made)
         else:
             assert pipeline.loss is not None
+            if output.recorder is not None:
+                for each in _tensors_in(target):  # parts of the batch, which counts as a whole
+                    output.recorder.state.storages.enroll(each, "input", "input")
             loss = pipeline.loss(made, target)
             own = set(pipeline.stages[stage].parameters())
             behind = weights_behind([loss], until=tree_leaves(made))
@@ -270,22 +273,22 @@ def kept_outside(profile: Profile, held: Collection[str], gathered: Iterable[tup
 
 def _largest(pipeline: Pipeline, inputs: Sequence[Any] | None) -> tuple[int, bool]:
     """The number of the micro-batch with the most in it, and whether all have the same shapes."""
-    sizes = None if inputs is None else [_shapes(entry) for entry in inputs]
-    own = None if sizes is None else (max(range(len(sizes)), key=lambda n: sizes[n][0]), len(set(sizes)) == 1)
+    own = None
+    if inputs is not None:
+        shapes = [tuple(each.shape for each in _tensors_in(entry)) for entry in inputs]
+        sizes = [sum(map(math.prod, each)) for each in shapes]
+        own = sizes.index(max(sizes)), len(set(shapes)) == 1
     found: tuple[int, bool] = next(each for each in gather(own, pipeline.group) if each is not None)
     return found
 
 
-def _shapes(entry: Any) -> tuple[int, tuple]:
-    tensors = [leaf for leaf in tree_leaves(entry) if isinstance(leaf, torch.Tensor)]
-    return sum(tensor.numel() for tensor in tensors), tuple(tuple(tensor.shape) for tensor in tensors)
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _bytes_of(tree: Any, *, with_gradient: bool = False) -> int:
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    if with_gradient:
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.requires_grad)
-    return unique_bytes(tensors)
+    tensors = _tensors_in(tree)
+    return sum(each.nbytes for each in tensors if each.requires_grad) if with_gradient else unique_bytes(tensors)
 
 
 def _recorder() -> StepRecorder | None:

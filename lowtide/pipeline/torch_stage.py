@@ -1,9 +1,8 @@
-"""A stage of ours in torch's pipeline runtime: the runtime asks it for receives, and is given nothing to send. And what
-a stage does with one micro-batch.
+"""A stage of ours in torch's pipeline runtime, which asks it for receives. And what a stage does with one micro-batch.
 
 What: torch's runtime walks the row of this rank, and calls the functions that are registered with it for what computes.
 For a receive of the row it asks the stage; this one begins it with the transport and gives the runtime no work of its
-own. Sends of the row ask for nothing: a result goes as soon as it is made.
+own. Sends are left out of the row: a result goes as soon as it is made.
 Why not the receives of `PipelineStage`: they have a buffer for each micro-batch, allocated once, of one shape.
 `with_places` finds the *places* of a forward's outputs in autograd's graph. They stay, and not the outputs. `backward`
 begins at the places, with the gradients that came, and gives those of the leaves. A backward does not need an output
@@ -65,12 +64,6 @@ class Stage(PipelineStage):
         self._step().do(Action(Kind.RECEIVE_BACKWARD, self.stage_index, bwd_chunk_id))
         return []
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        return []
-
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # After a failure others must not train on a part of the sum: they wait, until they hear of it.
         if self._step().error is None:
@@ -82,9 +75,10 @@ def runtime_of(schedule: Schedule, modules: Mapping[int, nn.Module], rank: int, 
     by_number = {
         number: Stage(module, number, schedule, rank=rank, step=step) for number, module in sorted(modules.items())
     }
-    rows = [[str(action) for action in row] for row in schedule.actions]
-    rows[rank] = _with_gathers(schedule.actions[rank], {number for number, each in modules.items() if is_fsdp(each)})
-    runtime = make_schedule_runtime(list(by_number.values()), schedule.num_micro_batches, rows)
+    rows = [[every for every in row if not every.parts[0].kind.is_send] for row in schedule.actions]
+    cells = [[str(every) for every in row] for row in rows]
+    cells[rank] = _with_gathers(rows[rank], {number for number, each in modules.items() if is_fsdp(each)})
+    runtime = make_schedule_runtime(list(by_number.values()), schedule.num_micro_batches, cells)
 
     def carry_out(action: Any, _: Any) -> None:
         every = _ours(action)

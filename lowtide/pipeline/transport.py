@@ -36,9 +36,8 @@ from lowtide.errors import ConfigError, PipelineError
 from lowtide.pipeline.agree import FailureNote, refuse_difference
 from lowtide.pipeline.live_chunks import HEAD_BYTES
 from lowtide.pipeline.schedule import Kind, Result
+from lowtide.pipeline.torch_stage import Tensors
 from lowtide.tensors.ranks import gather
-
-Tensors = tuple[torch.Tensor | None, ...]
 
 
 class _Blank(NamedTuple):

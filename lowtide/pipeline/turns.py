@@ -142,6 +142,7 @@ def with_turn(profile: Profile, beside: np.ndarray, *, turn_bytes: int) -> Profi
     """The same step with so many bytes more at each operator, and one of no time between forward and backward, at which
     there are `turn_bytes` beside what the step itself holds then."""
     turn = profile.num_forward_ops
+    shift = Shift([(turn, 1)])
     # Alive at the turn is what both neighbours have.
     around = min(profile.op_bytes[turn - 1 : turn + 1])
     made = profile.op_gradient_bytes[turn - 1]
@@ -156,16 +157,12 @@ def with_turn(profile: Profile, beside: np.ndarray, *, turn_bytes: int) -> Profi
         op_seconds=column(profile.op_seconds, 0.0),
         op_bytes=column(nbytes, around + turn_bytes),
         op_gradient_bytes=column(profile.op_gradient_bytes, made),
-        nodes=tuple(_moved(node, Shift([(turn, 1)])) for node in profile.nodes),
-    )
-
-
-def _moved(node: Site, shift: Shift) -> Site:
-    return dataclasses.replace(
-        node,
-        dies=shift.end(node.dies),
-        reads=tuple(map(shift.op, node.reads)),
-        release=shift.end(node.release),
+        nodes=tuple(
+            dataclasses.replace(
+                node, dies=shift.end(node.dies), reads=tuple(map(shift.op, node.reads)), release=shift.end(node.release)
+            )
+            for node in profile.nodes
+        ),
     )
 
 

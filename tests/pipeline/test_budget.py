@@ -48,6 +48,19 @@ LARGE = {"inner": 1024, "num_micro_batches": 2}
 """Matrices whose state can move."""
 
 
+def test_targets_that_are_parts_of_one_batch_count_once() -> None:
+    """With the batch. The loss saves a part of it, which holds on to the whole."""
+    schedule = make_schedule("1f1b", num_ranks=1, num_micro_batches=4)
+    inputs, targets = torch.randn(128, 8).chunk(4), torch.randn(128, 4)
+    seen = []
+    for each in (targets.chunk(4), [part.clone() for part in targets.chunk(4)]):
+        torch.manual_seed(0)
+        pipeline = Pipeline(schedule, {0: nn.Linear(8, 4)}, loss=nn.functional.mse_loss)
+        seen.append(observe_stages(pipeline, inputs, each)[0].profile)
+    assert seen[0].op_bytes == seen[1].op_bytes
+    assert seen[0].sites == seen[1].sites
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
     jobs: dict[str, two_ranks.Job] = {

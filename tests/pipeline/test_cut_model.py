@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen3MoeConfig,
+)
 
 from examples.train.stages import loss_function
 from lowtide.errors import ConfigError
@@ -64,15 +72,26 @@ def test_stages_give_the_bits_of_the_whole_model(name: str) -> None:
     tied = name.endswith("tied")
     if tied:  # the uses of one process are added apart too: docs/decisions/0018
         whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())
+    texts, wanted = _trained(whole)
+    if tied:
+        embedding = whole.model.embed_tokens.weight
+        embedding.grad = embedding.grad + whole.lm_head.weight.grad
+    _assert_same(model, whole, texts, wanted)
+
+
+def _trained(whole: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Texts, and what one process gets of them: losses, and gradients in `whole`."""
     texts = [torch.randint(0, 64, (2, 7 + number)) for number in range(NUM_MICRO_BATCHES)]
     wanted = []
     for tokens in texts:
         loss = whole(input_ids=tokens, labels=tokens).loss
         loss.backward()
         wanted.append(loss.detach())
-    if tied:
-        embedding = whole.model.embed_tokens.weight
-        embedding.grad = embedding.grad + whole.lm_head.weight.grad
+    return texts, wanted
+
+
+def _assert_same(model: Any, whole: Any, texts: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Stages of `model` give these losses, and the gradients of `whole`."""
     schedule = make_schedule("dualpipev", num_ranks=1, num_micro_batches=NUM_MICRO_BATCHES)
     stages = dict(enumerate(cut(model, layers_of_stages(4, schedule.num_stages))))
     losses = Pipeline(schedule, stages, loss=loss_of).step(texts, texts, divide_by=1)
@@ -105,6 +124,110 @@ def test_stages_have_the_parameters_of_the_model_and_no_others() -> None:
     assert len(held) == len(list(model.parameters()))
     assert [len(stage.model.layers) for stage in stages] == [1, 3]
     assert len(model.model.layers) == 4
+
+
+class _Added(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + output.logits.square().mean()
+        return output
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, torch.ones(32, requires_grad=True)
+
+
+def _skips_layers(model: Any) -> None:
+    model.config.num_hidden_layers = 2
+
+
+def _is_of_another_class(model: Any) -> None:
+    model.__class__ = _Added
+
+
+def _has_a_forward(model: Any) -> None:
+    model.forward = model.forward
+
+
+def _has_hooks(model: Any) -> None:
+    model.model.register_forward_hook(lambda module, given, output: None)
+
+
+def _has_backward_hooks(model: Any) -> None:
+    model.model.register_full_backward_hook(lambda module, given, output: None)
+
+
+def _trains_another_tensor(model: Any) -> None:
+    model.model.layers[3].mlp = _Scaled(model.model.layers[3].mlp)
+
+
+_ADDS = (
+    ", and what it adds to the forward of the whole model no stage would compute. Take it off, put it into a layer or "
+    "into the loss, or give Pipeline stages of your own"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            _skips_layers,
+            "config.num_hidden_layers is 2, and the model has 4 layers, of which it runs so many; make both the same",
+        ),
+        (_is_of_another_class, f"the model is of class _Added, which is not transformers' own{_ADDS}"),
+        (_has_a_forward, f"the model has a forward of its own{_ADDS}"),
+        (_has_hooks, f"model.model has hooks{_ADDS}"),
+        (_has_backward_hooks, f"model.model has hooks{_ADDS}"),
+        (
+            _trains_another_tensor,
+            "'model.layers.3.mlp.scale' requires a gradient and is no parameter, so stages would have copies of it; "
+            "make it an nn.Parameter",
+        ),
+    ],
+)
+def test_what_stages_would_not_compute_is_refused(change: Callable[[Any], None], text: str) -> None:
+    """Each of them gave other losses or gradients than the whole model, without a word."""
+    model = _model("llama")
+    change(model)
+    with pytest.raises(ConfigError) as caught:
+        cut(model, [range(2), range(2, 4)])
+    assert str(caught.value) == f"pipeline: {text}"
+
+
+def _has_a_norm_without_weights(model: Any) -> None:
+    model.model.norm = torch.nn.LayerNorm(32, elementwise_affine=False)
+
+
+class _Table(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module, table: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.inner(x + self.table[: x.shape[1]])
+        return added
+
+
+def _shares_a_table(model: Any) -> None:
+    table = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    for number in (0, 3):
+        model.model.layers[number].mlp = _Table(model.model.layers[number].mlp, table)
+
+
+def _has_checkpoints(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+
+
+@pytest.mark.parametrize("change", [_has_a_norm_without_weights, _shares_a_table, _has_checkpoints])
+def test_habits_keep_the_bits(change: Callable[[Any], None]) -> None:
+    model, whole = _model("llama"), _model("llama")
+    change(model)
+    change(whole)
+    texts, wanted = _trained(whole)
+    _assert_same(model, whole, texts, wanted)
 
 
 def test_other_models_are_refused() -> None:
