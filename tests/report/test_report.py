@@ -144,6 +144,10 @@ def test_a_run_within_a_budget(tmp_path: Path) -> None:
 def test_the_caption_of_other_budgets_says_where_the_search_ended_early() -> None:
     report = _report()
     near = "Predicted: the best plan that a short search found for each budget."
+    assert list(report.others) == ["every layer checkpointed", "every second layer"]
+    assert document(report)["by_hand"].keys() == report.others.keys()
+    assert _sweep_caption(report).startswith(f"{near} Crosses: no plan, layers checkpointed by hand;")
+    report = replace(report, others={})
     sure = [replace(swept, predicted=replace(swept.predicted, gap=0.01)) for swept in report.sweep]
     assert _sweep_caption(replace(report, sweep=tuple(sure))) == near
     last = replace(sure[-1], budget_bytes=1 << 30, predicted=replace(sure[-1].predicted, gap=0.645))
