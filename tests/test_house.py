@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_951,
+    "lines": 56_945,
     "files": 239,
     "classes": 448,
     "files that one other file imports": 33,
