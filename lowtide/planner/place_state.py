@@ -81,12 +81,11 @@ def shares_allowed(
     )
     if shares is None:
         return (None,)
-    # Shares beside compute may be waited for in the end; and a solver that counts in each micro-batch what one of them
-    # pays may leave too much where it is.
-    fates = [shares.fates, tuple(fate for fate in shares.fates if fate is not Fate.SWAP)]
-    fates += [(Fate.SWAP, Fate.RECOMPUTE)] if num_micro_batches > 1 and not is_forced else []
-    moving = tuple(dataclasses.replace(shares, fates=each) for each in fates)
-    return moving if is_forced else (None, *moving)
+    if is_forced:
+        return (shares,)
+    # A solver that counts in each micro-batch what one of them pays may leave too much where it is.
+    all_move = dataclasses.replace(shares, fates=(Fate.SWAP, Fate.RECOMPUTE))
+    return (None, shares, all_move) if num_micro_batches > 1 else (None, shares)
 
 
 def bucket_temporaries(state: StateBytes, bucket_bytes: int) -> int:

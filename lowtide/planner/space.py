@@ -460,17 +460,12 @@ class Space:
         if self.question.num_micro_batches > 1 and self.question.shares != (None,):
             return min(seconds, self.question.seconds)
         for way in self.ways:
-            if not way.has_recipes or way.least_seconds >= seconds or self._is_narrower(way.shares):
+            if not way.has_recipes or way.least_seconds >= seconds:
                 continue
             if way.may_swap and not way.reaches(budget_bytes):
                 continue
             seconds = min(seconds, way.bound_seconds(budget_bytes) + way.swap_price_seconds)
         return seconds
-
-    def _is_narrower(self, shares: StateShares | None) -> bool:
-        """Whether the first shares that may move can do all that these can."""
-        first = next((other for other in self.question.shares if other is not None), None)
-        return shares not in (None, first) and not (shares is not None and shares.frees_gradients)
 
 
 def _has_recipes(problem: Problem, fates: Sequence[Fate]) -> bool:
