@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_806,
+    "lines": 56_805,
     "files": 239,
     "classes": 444,
     "files that one other file imports": 33,
