@@ -64,12 +64,12 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_815,
+    "lines": 56_662,
     "files": 239,
-    "classes": 447,
+    "classes": 443,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 9,
-    "class names that several classes have": 9,
+    "class names that several classes have": 8,
     "parameters of a constructor": 8,
     "lines of a function, 95 of 100": 27,
 }

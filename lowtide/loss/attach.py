@@ -108,8 +108,7 @@ class SlicedLoss:
         **_: Any,
     ) -> torch.Tensor:
         if self._shifts:
-            shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-            labels = shifted if shift_labels is None else shift_labels
+            labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
         reduction = "mean" if num_items_in_batch is None else "sum"
         target = labels.reshape(-1).to(rows.device)
         loss = loss_of(target, ignore_index=ignore_index, reduction=reduction, upcast=True)
