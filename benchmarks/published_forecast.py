@@ -98,7 +98,7 @@ class Forecast:
 def forecast(run: Run) -> Forecast:
     """What lowtide says about `run`."""
     from lowtide.cluster.sharded import Sharding, play_network, sharded_profile
-    from lowtide.planner.rerun_layers import run_again
+    from lowtide.planner.rerun_layers import with_reruns
     from lowtide.timeline.hardware import load_cluster
 
     hardware = device_of(run)
@@ -108,7 +108,7 @@ def forecast(run: Run) -> Forecast:
         # A compiled layer saves when all of it has run, so its second run does not end before.
         calls = tuple(dataclasses.replace(call, enough_op=call.end_op) for call in profile.calls)
         profile = dataclasses.replace(profile, calls=calls)
-    step = run_again(profile, layers)
+    step = with_reruns(profile, layers)
     again = sum(step.op_seconds) - sum(profile.op_seconds)
     if run.recompute == "op":
         again = sum(_again_by_operators(profile))

@@ -70,7 +70,7 @@ def split_for(run: RunConfig, model: torch.nn.Module, ranks: Ranks) -> RankExper
     if run.pipeline is not None:
         # Other groups have other layers.
         has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
-        none: Any = ExpertParallel(model, {}, group=group, rank=ranks.rank % size, num_ranks=size)
+        none: Any = ExpertParallel(model, {}, group=group, num_parts=1)
         return RankExperts(split=split_experts(model, group=group) if has_experts else none, ranks=group, replicas=None)
     replicas = None
     if len(places) > 1:

@@ -115,7 +115,7 @@ CHECKS: dict[str, Check] = {
         sides=(("writes_data",),),
     ),
     "second derivative of a sliced loss": Check(
-        where="lowtide.loss.cross_entropy:draw_once",
+        where="lowtide.loss.cross_entropy:_OnlyOnce.apply",
         nothing=lambda gradient, *made_from: gradient,
         plans=("keep",),
         blocks=("pointwise",),

@@ -95,7 +95,7 @@ def test_the_python_of_short_pages_runs(page: str, capsys: pytest.CaptureFixture
 
 
 def commands_of_the_readme() -> list[list[str]]:
-    return [shlex.split(line) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
+    return [shlex.split(line, comments=True) for text in blocks(ROOT / "README.md", "") for line in text.splitlines()]
 
 
 def test_the_commands_of_the_readme_exist(monkeypatch: pytest.MonkeyPatch) -> None:

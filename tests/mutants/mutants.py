@@ -485,7 +485,7 @@ STATE = [
 LOSS = [
     Mutant(
         "float64-under-autocast",
-        "loss.cross_entropy:sliced_cross_entropy",
+        "loss.cross_entropy:picked_of",
         puts("upcast and logits.dtype.itemsize < 4", "upcast"),
         _LOSS,
         "logits in float64 are rounded to float32 under autocast",
