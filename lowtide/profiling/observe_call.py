@@ -1,7 +1,7 @@
 """The step that one call of the model begins, observed.
 
 What: `observe_call` observes the step of a call whose loss is the model's own `.loss`, or else everything that it
-returns; a `ObservedOutput` says if the first real forward gives something else.
+returns; an `ObservedOutput` says if the first real forward gives something else.
 Cost: that of profiling/observe_step.py. Not covered: what the caller does with the output before backward begins.
 """
 

@@ -53,8 +53,8 @@ def measured_codec(storage: torch.UntypedStorage, dtype: torch.dtype, limit: int
 
 
 def _kinds_by_dtype(dtype: torch.dtype, limit: int | None) -> tuple[str, ...]:
-    unseen = always_fits(dtype)
-    return (unseen,) if unseen else kinds_below(dtype, limit)[:1]
+    kind = always_fits(dtype)
+    return (kind,) if kind else kinds_below(dtype, limit)[:1]
 
 
 def _measured(kinds: tuple[str, ...], storage: torch.UntypedStorage, dtype: torch.dtype) -> Codec | None:

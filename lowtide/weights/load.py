@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,11 @@ from torch import nn
 
 from lowtide.errors import ConfigError
 from lowtide.tensors.view import Shape, nan_in_place_of
+from lowtide.units import format_bytes
 
+logger = logging.getLogger("lowtide")
 _INDEX = "model.safetensors.index.json"
+_SECONDS_BETWEEN_LINES = 5.0
 _MOST_NAMED = 3
 
 
@@ -76,6 +81,7 @@ class Incoming:
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         """What was in the place of each parameter that shows NaN now."""
         self._check()
+        self._said = time.monotonic()
 
     def promise(self) -> None:
         """All parameters are on the device from now on, and show NaN."""
@@ -91,6 +97,9 @@ class Incoming:
             memory = torch.empty_strided(own.size(), own.stride(), dtype=own.dtype, device=self.device).copy_(value)
         _exchange(tensor, memory)
         self._left = [other for other in self._left if other is not tensor]
+        if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            logger.info("%s: %s to go", self.call, format_bytes(sum(other.nbytes for other in self._left)))
 
     def take_rest(self) -> None:
         """Take all that is left, buffers too."""

@@ -19,7 +19,7 @@ from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.pipeline import Overlap, expert_block, split_experts
 from lowtide.pipeline.exchange import start_on_group
-from lowtide.pipeline.experts import find_experts
+from lowtide.pipeline.experts import _shared_of, find_experts
 from tests.support import moe_models, two_ranks
 from tests.support.zoo import same_bits
 
@@ -428,6 +428,27 @@ def test_shared_experts_and_other_parts_run_while_rows_travel(answers: dict[str,
     forward = ["start", "start", "shared", "wait", "start", "wait", "start", "wait", "wait"]
     backward = ["start", "start", "wait", "start", "wait", "start", "shared", "wait", "wait"]
     assert answers["hidden"] == (forward + backward,) * 2
+
+
+def test_shared_experts_of_a_block_with_other_code_stay_where_they_are() -> None:
+    block: Any = moe_models.make_model("deepseek_v3", "eager").model.layers[-1].mlp
+    assert _shared_of(block) is block.shared_experts
+    kind = type(block)
+
+    class Less(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor) -> Tensor:  # the same names in the same order
+            whole = x
+            shape = x.shape
+            _, weights, index = self.gate(x)
+            x = x.view(-1, x.shape[-1])
+            x = self.experts(x, index, weights).view(*shape)
+            return x - self.shared_experts(whole)
+
+    block.__class__ = Less
+    assert _shared_of(block) is None
+    block.__class__ = kind
+    block.forward = block.forward
+    assert _shared_of(block) is None
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

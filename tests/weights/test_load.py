@@ -117,6 +117,18 @@ def test_load_fills_a_model_without_memory(kind: Callable[[], nn.Module], num_fi
     _assert_same(_trained(model, optimizer), _trained(truth, plain))
 
 
+def test_a_long_load_says_how_much_is_to_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.weights.load._SECONDS_BETWEEN_LINES", -1.0)
+    model = Small()
+    with caplog.at_level("INFO", logger="lowtide"):
+        lowtide.load(_on_meta(Small), _saved(model, tmp_path / "saved"))
+    *_, before_last, last = caplog.messages
+    assert len(caplog.messages) == len([*model.parameters()]) and last == "lowtide.load: 0 MiB to go"
+    assert before_last != last
+
+
 @pytest.mark.parametrize("source", ["folder", "main memory"])
 @pytest.mark.parametrize("update", ["step", "in_backward"])
 @pytest.mark.parametrize("kind", [Small, Odd])
