@@ -332,9 +332,18 @@ def _search(
 
 
 def _by_line(known: Mapping[int, int], low: int, budget_bytes: int) -> int | None:
-    """Where the line through `low` and the size next to it reaches the budget; None where it does not rise."""
+    """Where the line through `low` and the size next to it reaches the budget; where that is past the least size that
+    does not fit, where the line between the two does. None where it does not rise."""
+    above = min((size for size in known if size > low), default=None)
     nearest = min((size for size in known if size and size != low), key=lambda size: abs(size - low))
-    growth = (known[nearest] - known[low]) / (nearest - low)
+    guess = _where(known, low, nearest, budget_bytes)
+    if above is not None and (guess is None or guess >= above):
+        return _where(known, low, above, budget_bytes)
+    return guess
+
+
+def _where(known: Mapping[int, int], low: int, other: int, budget_bytes: int) -> int | None:
+    growth = (known[other] - known[low]) / (other - low)
     return low + int((budget_bytes - known[low]) / growth) if growth > 0 else None
 
 
