@@ -215,6 +215,8 @@ class ChunkTimes:
     """Of the experts, whose stretches have odd numbers: each part has exchanges of its own."""
     shared_share: float = 0.0
     """Of a stretch of experts: what shared ones take, which wait for no rows."""
+    host_seconds: float = 0.0
+    """Of a stretch of experts: what the host takes for it. Each part and the shared ones take it again."""
 
     def moves(self, half: str, *, puts_off: bool) -> Iterator[Move]:
         """What a half does, in order, as the blocks of `split_experts`."""
@@ -228,12 +230,13 @@ class ChunkTimes:
                 )
                 continue
             own, shared = (
-                ("segment", share * (whole - weight), share * weight)
+                ("segment", self.host_seconds + share * (whole - weight - self.host_seconds), share * weight)
                 for share in ((1 - self.shared_share) / self.num_parts, self.shared_share)
             )
             part = (("wait", 0.0, 0.0), own, ("issue", self.exchange_seconds / self.num_parts, 0.0))
             around = [*part * self.num_parts]
-            yield from [shared, *around] if half == FORWARD else [*around, shared]
+            beside = [shared] if self.shared_share else []
+            yield from [*beside, *around] if half == FORWARD else [*around, *beside]
             yield from [("wait", 0.0, 0.0)] * self.num_parts
 
 

@@ -51,7 +51,8 @@ NOTES = (
     "`hidden` is R_e2e from the fastest round of each run, and the least and the most of any round. `pair ceiling` is "
     "the mean over ranks of the share of chunk passes with a partner. `ceiling`: the first micro-batch hides nothing.",
     "Weight gradients are half of a backward. `kept`: those of so many chunks may stay for later waits. `parts`: of "
-    "the experts, each with exchanges of its own. A shared expert takes a ninth of the time of all.",
+    "the experts, each with exchanges of its own. A shared expert takes a ninth of the time of all. What the host "
+    "takes for the experts (their forward in series, less its sleep) is predicted for each part and the shared expert.",
 )
 MODES = ("without", "serial", "overlapped")
 
@@ -201,6 +202,7 @@ def row_of(
         backward_seconds=whole[BACKWARD],
         weight_seconds=tuple(0.0 if how.most_kept is None or each < some else each for each in weights),
         exchange_seconds=exchange_seconds,
+        host_seconds=max(0.0, whole[FORWARD][1] - args["segment"]),
     )
     plain = predict_step(_schedule(num_ranks, args), times)
     times = dataclasses.replace(times, num_parts=how.num_parts, shared_share=how.shared_share)

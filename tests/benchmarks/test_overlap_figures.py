@@ -136,6 +136,9 @@ def test_parts_and_shared_experts_hide_exchanges_of_their_own_micro_batch() -> N
     schedule = make_schedule("one_stage_overlap", num_ranks=1, num_micro_batches=4)
     parts = dataclasses.replace(TIMES, num_parts=2)
     assert step_seconds(schedule, parts, overlaps=True) == (2 * 28 + 1) + 3 * 123 + (2 + 2 * (4 + 20 + 4 + 20))
+    # What the host takes for one part it takes for both, in each of two layers, forward and backward.
+    both = dataclasses.replace(parts, host_seconds=1)
+    assert step_seconds(schedule, both, overlaps=True) - step_seconds(schedule, parts, overlaps=True) == 4 * (2 + 2)
     # Shared experts of 4 (8 in backward) hide the first half; then the link is busy until 26.
     shared = dataclasses.replace(parts, shared_share=0.4)
     assert step_seconds(schedule, shared, overlaps=True) == (2 * 26 + 1) + 3 * 123 + (2 + 2 * (4 + 20 + 20))
