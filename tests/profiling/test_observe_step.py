@@ -436,3 +436,26 @@ def test_what_only_asks_is_no_operator_of_the_step() -> None:
     asking, plain = (observe(_Asks(asks=asks), (torch.ones(2, 4),)) for asks in (True, False))
     assert [node.name for node in asking.nodes] == [node.name for node in plain.nodes]
     assert asking.op_names == plain.op_names
+
+
+@torch.library.custom_op("lowtide_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Draws, and no tag says so."""
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("lowtide_tests::quiet", mutates_args=())
+def quiet(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_what_an_operator_of_somebody_elses_has_drawn_has_no_recipe() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x).exp()
+            return h * noisy(h.detach()) * quiet(h.detach())
+
+    profile = observe(Net(8, 8), (torch.randn(4, 8),), loss=torch.sum)
+    by_name = {node.name: node for node in profile.nodes}
+    assert by_name["noisy"].why_no_recipe == "random"
+    assert by_name["quiet"].recipe is not None

@@ -203,7 +203,7 @@ class _Output:
     def give(self, op: Any, given: Any) -> Any:
         """The output of `op` once more, which is `given` these arguments. The generators go on from where they were
         after it, unless they were not put back to where they were before it."""
-        if self.before is not None and self.after is not None and _same(_states(given), self.before):
+        if self.before is not None and self.after is not None and self.before.is_same(_states(given)):
             self.after.set()
         for leaf in self.leaves:
             if isinstance(leaf, _Held) and not leaf.is_intact:
@@ -289,7 +289,7 @@ class _Region:
     def _hold(self, output: Any, said: CheckpointPolicy, given: Any, before: RandomState | None) -> _Output:
         leaves, tree = tree_flatten(output)
         after = _states(given) if before is not None else None
-        if before is not None and after is not None and _same(before, after):
+        if before is not None and after is not None and before.is_same(after):
             before = after = None  # it could draw, and did not: attention without dropout
         owners = {
             storage_key(leaf.untyped_storage()): leaf
@@ -387,13 +387,9 @@ def _writes(op: Any) -> bool:
 
 
 def _draws(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    """Whether it may draw. What is not torch's own need not say so."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) or getattr(op, "namespace", "aten") != "aten"
 
 
 def _states(given: Any) -> RandomState:
     return RandomState([leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)])
-
-
-def _same(one: RandomState, other: RandomState) -> bool:
-    pairs = zip((one.cpu, *one.states), (other.cpu, *other.states), strict=True)
-    return all(torch.equal(first, second) for first, second in pairs)
