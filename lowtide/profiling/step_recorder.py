@@ -41,7 +41,7 @@ from lowtide.profiling.storages import NOWHERE
 from lowtide.recipes.graph import OpCall, Storage, Value, has_statistics, writes_unsaid, written_values
 from lowtide.tensors.compiled import calls_wrapped, compiled_parts, graphs_between
 from lowtide.tensors.fsdp import is_fsdp
-from lowtide.tensors.kinds import PLAIN_TYPES, is_plain_or_fake
+from lowtide.tensors.kinds import is_plain, is_plain_or_fake, tensors_in
 from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import next_sequence_number, schema_of, sequence_number, tree_leaves, version_of
 from lowtide.tensors.ranks import has_company
@@ -140,7 +140,7 @@ class StepRecorder(Recorder):
             self._save_what_it_writes(call, state.about_to_write)
         if self._counted is not None:
             self._counted.reset_peak()
-        given = [] if func.namespace in _OF_TORCH else [t for t in tree_leaves((args, kwargs)) if type(t) in PLAIN_TYPES]
+        given = [] if func.namespace in _OF_TORCH else [t for t in tensors_in((args, kwargs)) if is_plain(t)]
         random_state = RandomState(given) if given else None
         try:
             out, mark = state.ops.clock.run(func, args, kwargs)
@@ -189,7 +189,9 @@ class StepRecorder(Recorder):
             storage.num_writes += 1
         call.outputs = tuple(state.output(leaf, call) for leaf in leaves)
         outputs = {value.storage.index: value.storage for value in call.outputs if value is not None and _is(value)}
-        fresh = [s for s in outputs.values() if schema_of(call.func).is_mutable or s.index not in inputs]
+        # What another call has made came in by a tensor of a class of the user's, which is no value here.
+        mine = {s.index for s in outputs.values() if s.producer is None or s.producer is call} - inputs.keys()
+        fresh = [s for s in outputs.values() if schema_of(call.func).is_mutable or s.index in mine]
         if state.ops.is_backward:
             sequence, call.name = state.ops.backward_now()
             for storage in fresh:

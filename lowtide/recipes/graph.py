@@ -117,7 +117,7 @@ class OpCall:
     temporary_bytes: int = 0
     """What it held while it ran, beyond what it was given and gave out; 0 where that is not counted."""
     has_drawn: bool = False
-    """A random state moved while it ran; looked at for operators that are not torch's own, whose tags may be missing."""
+    """A random state moved while it ran; looked at where the operator is not torch's own, whose tags may be missing."""
 
     def argument(self, name: str) -> Any:
         """The argument that the operator's schema calls `name`, or its default; None if the schema has none."""

@@ -459,3 +459,16 @@ def test_what_an_operator_of_somebody_elses_has_drawn_has_no_recipe() -> None:
     by_name = {node.name: node for node in profile.nodes}
     assert by_name["noisy"].why_no_recipe == "random"
     assert by_name["quiet"].recipe is not None
+
+
+def test_what_goes_on_as_a_class_of_the_users_keeps_its_name() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            own = super().forward(x).as_subclass(Own).exp()
+            return super().forward(own).as_subclass(torch.Tensor)
+
+    profile = observe(Net(8, 8), (torch.randn(2, 4, 8),), loss=lambda out: out.square().mean())
+    assert [node.name for node in profile.nodes if node.name.startswith("exp")] == ["exp"]
