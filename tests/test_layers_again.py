@@ -22,8 +22,9 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.rerun_layers import can_rerun
+from lowtide.planner.rerun_layers import can_rerun, with_reruns
 from lowtide.profiling.observe_step import observe
+from lowtide.tensors.private import next_sequence_number
 from lowtide.tensors.snapshot import why_not_rerun
 from lowtide.timeline.step import Link
 from tests.support import zoo
@@ -378,6 +379,30 @@ def test_a_layer_that_is_given_an_object_with_activations_is_not_planned_to_run_
             with IndependentCount(state_tensors(model, None, [x])) as count:
                 model(x).backward()
             assert count.peak_bytes <= max(budget, tide.plan.predicted.peak_bytes)
+
+
+def test_deadlines_of_a_layers_input_count_from_no_earlier_than_it_begins() -> None:
+    """The runtime counts from there. Nothing is saved before this layer that would show autograd's number."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inlet = nn.Linear(16, 16)
+            parts = ((nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2))
+            self.layers = nn.ModuleList(nn.Sequential(*each) for each in parts)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.inlet(x)
+            begins.append(next_sequence_number())
+            return self.layers[1](self.layers[0](h)).sum()
+
+    begins: list[int] = []
+    model, x = Model(), torch.randn(4, 8, 16)
+    start = next_sequence_number()
+    model(x)
+    profile = with_reruns(observe(model, (x,)), ["layers.0"])
+    by_name = {node.name: node for node in profile.nodes}
+    assert by_name["inlet.addmm"].first_sequence >= begins[0] - start > 0
 
 
 def test_a_layer_that_refuses_later_is_kept_and_then_planned_without() -> None:
