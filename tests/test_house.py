@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_683,
+    "lines": 56_684,
     "files": 239,
     "classes": 443,
     "files that one other file imports": 33,

@@ -106,7 +106,7 @@ class Autopilot:
         self._foreign_bytes: int | None = None
         """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
         self._num_states = 0
-        """Parameters of which the optimizer had state when that was last counted."""
+        """Parameters of which the optimizer had state. By `dict`: a swapped state's own `len` waits for copies."""
         self._stepping = SteppingOptimizers(tides.model) if tides.placed.optimizer is None else None
         """Where no optimizer was given."""
 
@@ -229,7 +229,8 @@ class Autopilot:
         start, shape, optimizer = time.perf_counter(), self.table[key], self._tides.placed.optimizer
         if optimizer is None or self.key is None:
             return {}
-        num_before, self._num_states = self._num_states, len(bare(optimizer).state)
+        found = bare(optimizer).state
+        num_before, self._num_states = self._num_states, dict.__len__(found) if isinstance(found, dict) else 0
         if key.model == self.key.model and num_before == self._num_states:
             return {}
         state = self.planner.facts.with_optimizer(shape.profile.state)
