@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,14 @@ from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.planner.rerun_layers import can_rerun
+from lowtide.planner.rerun_layers import can_rerun, with_reruns
 from lowtide.profiling.observe_step import observe
+from lowtide.tensors.private import next_sequence_number
 from lowtide.tensors.snapshot import why_not_rerun
 from lowtide.timeline.step import Link
 from tests.support import zoo
 from tests.support.grid import in_turn
+from tests.support.independent_count import IndependentCount, state_tensors
 from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 from tests.test_first_forward_budget import Counted, build, tokens
@@ -339,6 +342,67 @@ def test_a_cache_that_holds_tokens_is_a_reason_not_to_run_again() -> None:
 
     profile = observe(Model(), (torch.randn(8, 16),))
     assert {call.why_not for call in profile.calls} == {"its past_key_value already holds tokens"}
+
+
+def test_a_layer_that_is_given_an_object_with_activations_is_not_planned_to_run_again() -> None:
+    """The object stays for the second run, and what other layers put into it stays with it."""
+
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, carried: SimpleNamespace) -> None:
+            carried.gates.append(carried.x.sigmoid())
+            carried.x = carried.x + self.second(self.first(carried.gates[-1]).tanh())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Fills() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            carried = SimpleNamespace(x=x * 2, gates=[])
+            for layer in self.layers:
+                layer(carried)
+            return carried.x.square().mean() + sum(gate.mean() for gate in carried.gates)
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(256, 32)
+    profile = observe(model, (x,))
+    assert [call.why_not.partition(" with")[0] for call in profile.calls] == ["it is given an object"] * 3
+    budget = planned(profile, budget="9GiB", swap="none").predicted.peak_bytes - 2 * x.nbytes
+    with lowtide.optimize(model, budget, memory={"min_bytes": 1, "swap": "none"}, engine=virtual(0)) as tide:
+        model(x).backward()
+        for _ in range(2):
+            model.zero_grad()
+            with IndependentCount(state_tensors(model, None, [x])) as count:
+                model(x).backward()
+            assert count.peak_bytes <= max(budget, tide.plan.predicted.peak_bytes)
+
+
+def test_deadlines_of_a_layers_input_count_from_no_earlier_than_it_begins() -> None:
+    """The runtime counts from there. Nothing is saved before this layer that would show autograd's number."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inlet = nn.Linear(16, 16)
+            parts = ((nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2))
+            self.layers = nn.ModuleList(nn.Sequential(*each) for each in parts)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.inlet(x)
+            begins.append(next_sequence_number())
+            return self.layers[1](self.layers[0](h)).sum()
+
+    begins: list[int] = []
+    model, x = Model(), torch.randn(4, 8, 16)
+    start = next_sequence_number()
+    model(x)
+    profile = with_reruns(observe(model, (x,)), ["layers.0"])
+    by_name = {node.name: node for node in profile.nodes}
+    assert by_name["inlet.addmm"].first_sequence >= begins[0] - start > 0
 
 
 def test_a_layer_that_refuses_later_is_kept_and_then_planned_without() -> None:

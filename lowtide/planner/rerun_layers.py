@@ -228,7 +228,6 @@ class _RerunProfile:
         )
 
     def _sequence_at(self, op: int) -> int:
-        """Autograd's number after operator `op`, as far as saves show it."""
-        found = [node.first_sequence for node in self.old.sites if node.saved <= op]
-        ends = [call.end_sequence for call in self.old.calls if call.end_op - 1 <= op]
-        return max([0, *found, *ends])
+        """Autograd's number after operator `op`, as far as saves show it: that of the next save, since a copy's
+        deadline counts from here, and an early one costs no memory."""
+        return min((node.first_sequence for node in self.old.sites if node.saved > op), default=0)

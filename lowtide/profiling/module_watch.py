@@ -19,7 +19,7 @@ from lowtide.core.recipe import RetainedInput
 from lowtide.profiling.saved_tensors import SavedTensorRecorder
 from lowtide.profiling.step_record import NodeRecord, Span, StepState
 from lowtide.recipes.graph import Storage
-from lowtide.tensors.kinds import is_plain_or_fake, versions_of_parameters
+from lowtide.tensors.kinds import is_plain_or_fake, tensors_in, versions_of_parameters
 from lowtide.tensors.private import next_sequence_number, tree_leaves
 from lowtide.tensors.snapshot import why_not_rerun
 from lowtide.tensors.wrappers import inside
@@ -125,6 +125,7 @@ class ModuleWatch:
         given: dict[int, int] = {}
         for number, leaf in enumerate(tree_leaves(tree)):
             if not isinstance(leaf, torch.Tensor):
+                span.objects.append(leaf)
                 continue
             local = inside(leaf)
             record = state.storages.find(local) if is_plain_or_fake(local) else None
@@ -144,6 +145,9 @@ class ModuleWatch:
             span.why_not = "it writes into its input"
         if span.versions != versions_of_parameters(module):
             span.why_not = "it writes to its own parameters"
+        if any(held.grad_fn is not None for held in tensors_in([getattr(o, "__dict__", None) for o in span.objects])):
+            span.why_not = "it is given an object with activations inside, which would stay as long as that does"
+        span.objects.clear()
         span.end_op, span.end_sequence = state.ops.count, next_sequence_number()
         span.enough_op = min(max(self._saves.enough_op, span.first_op), span.end_op)
         self._spans.append(span)

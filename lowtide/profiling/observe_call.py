@@ -25,6 +25,7 @@ from lowtide.tensors.modes import autocasts
 from lowtide.tensors.private import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
+    are_saved_tensors_hooks_enabled,
     are_transforms_active,
     current_graph_task_id,
     disable_current_modes,
@@ -41,8 +42,9 @@ _HOOKS = frozenset({*FORWARD_HOOKS, *BACKWARD_HOOKS})
 
 def is_training() -> bool:
     """A forward pass with gradients, not under torch.func or a dual level (while anybody watches its operators, torch
-    gives other tangents), and not one that is run again in a backward pass."""
-    is_derived = are_transforms_active() or is_forward_mode()
+    gives other tangents), not one that is run again in a backward pass, and none in which saved-tensor hooks are
+    disabled."""
+    is_derived = are_transforms_active() or is_forward_mode() or not are_saved_tensors_hooks_enabled()
     return torch.is_grad_enabled() and current_graph_task_id() == -1 and not is_derived
 
 

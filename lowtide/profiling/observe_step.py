@@ -38,7 +38,7 @@ from lowtide.profiling.untouched import (
     Ends,
     apart,
     grads_set_aside,
-    joint_hooks_set_aside,
+    hooks_set_aside,
     refuse_gradient_hooks,
     untouched,
     warn,
@@ -219,7 +219,7 @@ def record_step(
                 ) from error
         trained += _leaves_inside(roots, trained)
         recorder.begin_backward(roots, model)
-        with joint_hooks_set_aside(trained), grads_set_aside(trained if accumulates else ()):
+        with hooks_set_aside(trained), grads_set_aside(trained if accumulates else ()):
             if accumulates:
                 refuse_gradient_hooks(trained)
             grads = _backward(roots, trained, accumulates)

@@ -88,6 +88,8 @@ class Span:
     """While it is watched: the records of what it was given, by index, and how often each had been written."""
     versions: list[int] = field(default_factory=list)
     """The same: how often its parameters had been written to before."""
+    objects: list[Any] = field(default_factory=list)
+    """The same: what it was given beside tensors."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -41,12 +41,14 @@ from lowtide.profiling.storages import NOWHERE
 from lowtide.recipes.graph import OpCall, Storage, Value, has_statistics, writes_unsaid, written_values
 from lowtide.tensors.compiled import calls_wrapped, compiled_parts, graphs_between
 from lowtide.tensors.fsdp import is_fsdp
-from lowtide.tensors.kinds import is_plain_or_fake
+from lowtide.tensors.kinds import is_plain, is_plain_or_fake, tensors_in
+from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import next_sequence_number, schema_of, sequence_number, tree_leaves, version_of
 from lowtide.tensors.ranks import has_company
 from lowtide.tensors.wrappers import inside, is_desugared
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+_OF_TORCH = COLLECTIVES | {"aten", "prims", "lowtide"}
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -138,6 +140,8 @@ class StepRecorder(Recorder):
             self._save_what_it_writes(call, state.about_to_write)
         if self._counted is not None:
             self._counted.reset_peak()
+        given = [] if func.namespace in _OF_TORCH else [t for t in tensors_in((args, kwargs)) if is_plain(t)]
+        random_state = RandomState(given) if given else None
         try:
             out, mark = state.ops.clock.run(func, args, kwargs)
         except Exception:
@@ -146,6 +150,7 @@ class StepRecorder(Recorder):
         if self._counted is not None:
             call.temporary_bytes = held_bytes(self._counted)
             state.ops.temporary.append((call.index, call.temporary_bytes))
+        call.has_drawn = random_state is not None and not random_state.is_same(RandomState(given))
         sequence = self._note_call(call, out)
         if self._held_casts is not None and self.watch.is_autocast and not state.ops.is_backward:
             self._hold_cast(self._held_casts, func, args, out)
@@ -184,7 +189,9 @@ class StepRecorder(Recorder):
             storage.num_writes += 1
         call.outputs = tuple(state.output(leaf, call) for leaf in leaves)
         outputs = {value.storage.index: value.storage for value in call.outputs if value is not None and _is(value)}
-        fresh = [s for s in outputs.values() if schema_of(call.func).is_mutable or s.index not in inputs]
+        # What another call has made came in by a tensor of a class of the user's, which is no value here.
+        mine = {s.index for s in outputs.values() if s.producer is None or s.producer is call} - inputs.keys()
+        fresh = [s for s in outputs.values() if schema_of(call.func).is_mutable or s.index in mine]
         if state.ops.is_backward:
             sequence, call.name = state.ops.backward_now()
             for storage in fresh:

@@ -1,7 +1,7 @@
 """What an observed step must leave as it was: set aside before it, put back after it.
 
 What: `untouched` puts back what a model and its inputs reach, random states, gradients and torch's own settings.
-`joint_hooks_set_aside` and `grads_set_aside` are for the backward pass.
+`hooks_set_aside` and `grads_set_aside` are for the backward pass.
 `to_the_end(undo)` calls a function that may be called again until it has come to its end: Python raises
 KeyboardInterrupt between any two calls, in a `finally` too, and a half of what was to be put back would be missing.
 `Ends` cuts off graphs that were there before, and leaves them to the backward they wait for. An input may hang on a
@@ -28,32 +28,29 @@ from torch import nn
 from lowtide.errors import ConfigError
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.modes import Modes
-from lowtide.tensors.private import TENSOR_HOOKS, gradient_hooks, joint_gradient_hooks, parametrized_weights
+from lowtide.tensors.private import TENSOR_HOOKS, gradient_hooks, parametrized_weights
 from lowtide.tensors.snapshot import Snapshot, take
 
 
-@contextlib.contextmanager
-def joint_hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Hooks on several leaves at once work under `.backward()` only."""
-    found = [(getattr(each, TENSOR_HOOKS[0]), keys) for each in tensors if (keys := joint_gradient_hooks(each))]
-    with items_set_aside([hooks for hooks, _ in found], [keys for _, keys in found]):
-        yield
+def hooks_set_aside(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager:
+    """Inside, the hooks of these leaves do not run: nobody can put back all that they do, and they change no gradient
+    but the leaf's own, which nobody reads."""
+    return items_set_aside([hooks for each in tensors if (hooks := getattr(each, TENSOR_HOOKS[0]))])
 
 
 @contextlib.contextmanager
-def items_set_aside(tables: Sequence[dict], keys: Sequence[Iterable[Any]] | None = None) -> Iterator[None]:
-    """Inside, each of these dictionaries is without those of its `keys`; without them: empty."""
+def items_set_aside(tables: Sequence[dict]) -> Iterator[None]:
+    """Inside, these dictionaries are empty."""
     before = [dict(table) for table in tables]
 
     def put_back() -> None:
         for table, then in zip(tables, before, strict=True):
-            table.clear()  # for the order of those that stayed
+            table.clear()
             table.update(then)
 
     try:
-        for table, those in zip(tables, before if keys is None else keys, strict=True):
-            for key in those:
-                del table[key]
+        for table in tables:
+            table.clear()
         yield
     finally:
         to_the_end(put_back)

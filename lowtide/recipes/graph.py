@@ -116,6 +116,8 @@ class OpCall:
     is_collective: bool
     temporary_bytes: int = 0
     """What it held while it ran, beyond what it was given and gave out; 0 where that is not counted."""
+    has_drawn: bool = False
+    """A random state moved while it ran; looked at where the operator is not torch's own, whose tags may be missing."""
 
     def argument(self, name: str) -> Any:
         """The argument that the operator's schema calls `name`, or its default; None if the schema has none."""
@@ -210,7 +212,7 @@ def updated_statistics(func: Any, args: Sequence[Any]) -> list[Any]:
 def is_random(call: OpCall) -> bool:
     """Whether the call drew random numbers. Attention kernels are marked as random; without dropout they are not."""
     is_marked = isinstance(call.func, OpOverload) and torch.Tag.nondeterministic_seeded in call.func.tags
-    return is_marked and call.argument("dropout_p") != 0.0
+    return call.has_drawn or (is_marked and call.argument("dropout_p") != 0.0)
 
 
 def written_values(call: OpCall) -> list[Value]:

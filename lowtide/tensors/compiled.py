@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -197,17 +198,11 @@ class ForwardPatch:
     def __reduce__(self) -> tuple:
         if self.weights is not None:
             self.weights.check_copied()
+        # By Python's own functions: a file with such a module is read where lowtide is not installed. The copy has no
+        # attributes yet when this is called, so that its `forward` is that of its class.
         if self._own_before is not None:
-            return (_same, (self._own_before,))
-        return (_plain_forward, (self.module,))
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _plain_forward(module: nn.Module) -> Callable:
-    return types.MethodType(type(module).forward, module)
+            return (operator.getitem, ((self._own_before,), 0))
+        return (getattr, (self.module, "forward"))
 
 
 @contextlib.contextmanager

@@ -176,6 +176,11 @@ class RandomState:
         self.device_type = on_device[0].device.type if on_device else None
         self.devices, self.states = get_device_states(*on_device) if on_device else ([], [])
 
+    def is_same(self, other: RandomState) -> bool:
+        """Whether nobody has drawn between this one and another one of the same devices."""
+        pairs = zip((self.cpu, *self.states), (other.cpu, *other.states), strict=True)
+        return all(torch.equal(first, second) for first, second in pairs)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Draw from these states inside, and leave the generators outside untouched."""

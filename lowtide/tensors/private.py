@@ -228,14 +228,6 @@ def gradient_hooks(tensor: torch.Tensor) -> Any:
     return getattr(tensor, TENSOR_HOOKS[1], None)
 
 
-def joint_gradient_hooks(tensor: torch.Tensor) -> list[Any]:
-    """The keys of those hooks of a leaf that `register_multi_grad_hook` has added to it and to other tensors. No public
-    way to tell them."""
-    hooks = getattr(tensor, TENSOR_HOOKS[0], None) or {}
-    names = {key: f"{hook.__module__}.{getattr(hook, '__qualname__', '')}" for key, hook in hooks.items()}
-    return [key for key, name in names.items() if name.startswith("torch.autograd.graph.register_multi_grad_hook.")]
-
-
 INTERNAL_MODES = ("torch._", "torch.fx.")
 """How the modules begin whose modes are torch's own machinery (fake tensors, tracing), and no state of a model."""
 

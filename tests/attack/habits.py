@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -624,12 +625,13 @@ class Averages(Side):
 
 
 class GradientHooks(Side):
-    """Hooks on parameters: one changes the gradient, one looks at what was accumulated."""
+    """Hooks on parameters: one changes the gradient by a number that grows, one looks at what was accumulated."""
 
     def before(self, run: Run, step: int) -> None:
         if step == 0:
             for index, parameter in enumerate(run.trained()):
-                parameter.register_hook(lambda gradient, index=index: gradient * (1 + 0.1 * index))
+                calls = itertools.count(index)
+                parameter.register_hook(lambda gradient, calls=calls: gradient * (1 + 0.1 * next(calls)))
             last = run.trained()[-1]
             last.register_post_accumulate_grad_hook(lambda p: run.trace.note("accumulated", p.grad))
 

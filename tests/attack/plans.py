@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import lowtide
@@ -210,11 +210,23 @@ class Rig:
             if engine.violations:
                 raise Broken(f"virtual engine: {engine.violations[0]}")
             if engine.num_slots:
+                for handle in self._removed:
+                    forget_graphs(handle.model)
                 gc.collect()
                 for handle in self._removed:
                     handle.remove()  # slots that a graph, or the loop, held when it was called first
             if engine.num_slots:
                 raise Broken(f"{engine.num_slots} slots of the virtual engine are never given back")
+
+
+def forget_graphs(model: nn.Module) -> None:
+    """A model may keep a graph that was not freed: the old `spectral_norm` leaves the weight that it made as an
+    attribute, and only a part of that may have been differentiated. It is alive as long as the model, which a handle
+    on its weights holds."""
+    for module in model.modules():
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                delattr(module, name)
 
 
 def rig_for(kind: str, seed: int, draw: Any) -> Rig:

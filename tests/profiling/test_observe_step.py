@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import ConfigError
 from lowtide.planner.plan_profile import plan_profile
+from lowtide.profiling import observe_step
 from lowtide.profiling.observe_step import observe
 from lowtide.tensors import private
 from lowtide.tensors.live_bytes import LiveBytes
@@ -171,7 +173,7 @@ def test_it_leaves_no_trace(name: str) -> None:
     assert changed(everything) == []
 
 
-def test_backward_sees_the_bytes_that_were_saved() -> None:
+def test_backward_sees_the_bytes_that_were_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parked bytes come back: a saved tensor that is filled after it was saved, too."""
 
     class Noisy(nn.Module):
@@ -184,13 +186,21 @@ def test_backward_sees_the_bytes_that_were_saved() -> None:
 
     seen = []
     model = Noisy()
-    model.linear.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    backward = observe_step._backward
+
+    def seen_backward(*given: Any) -> Any:
+        found = backward(*given)
+        seen.extend(grad.clone() for grad in found)
+        return found
+
+    monkeypatch.setattr(observe_step, "_backward", seen_backward)
     x = torch.randn(4, 8)
     torch.manual_seed(3)
     observe(model, (x,))
     torch.manual_seed(3)
     model(x).backward()
-    assert torch.equal(seen[0], seen[1])
+    assert model.linear.weight.grad is not None
+    assert torch.equal(seen[0], model.linear.weight.grad)
 
 
 def test_what_a_function_hides_is_named() -> None:
@@ -436,3 +446,41 @@ def test_what_only_asks_is_no_operator_of_the_step() -> None:
     asking, plain = (observe(_Asks(asks=asks), (torch.ones(2, 4),)) for asks in (True, False))
     assert [node.name for node in asking.nodes] == [node.name for node in plain.nodes]
     assert asking.op_names == plain.op_names
+
+
+@torch.library.custom_op("lowtide_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Draws, and no tag says so."""
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("lowtide_tests::quiet", mutates_args=())
+def quiet(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_what_an_operator_of_somebody_elses_has_drawn_has_no_recipe() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x).exp()
+            return h * noisy(h.detach()) * quiet(h.detach())
+
+    profile = observe(Net(8, 8), (torch.randn(4, 8),), loss=torch.sum)
+    by_name = {node.name: node for node in profile.nodes}
+    assert by_name["noisy"].why_no_recipe == "random"
+    assert by_name["quiet"].recipe is not None
+
+
+def test_what_goes_on_as_a_class_of_the_users_keeps_its_name() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            own = super().forward(x).as_subclass(Own).exp()
+            return super().forward(own).as_subclass(torch.Tensor).exp()
+
+    profile = observe(Net(8, 8), (torch.randn(2, 4, 8),), loss=lambda out: out.square().mean())
+    by_name = {node.name: node for node in profile.nodes}
+    assert by_name["exp_1"].recipe is not None
+    assert set(by_name["exp_1"].recipe.nodes) <= by_name.keys() and "exp" in by_name

@@ -342,22 +342,6 @@ def test_hooks_of_tensors() -> None:
     assert not private.gradient_hooks(tensor)
 
 
-def test_hooks_of_several_tensors() -> None:
-    one, other = leaf(), leaf()
-    one.register_hook(lambda gradient: None)
-    assert private.joint_gradient_hooks(one) == private.joint_gradient_hooks(other) == []
-    handle = torch.autograd.graph.register_multi_grad_hook((one, other), lambda gradients: None)
-    for tensor in (one, other):
-        (key,) = private.joint_gradient_hooks(tensor)
-        assert key == [*getattr(tensor, private.TENSOR_HOOKS[0])][-1]
-    loss = (one * other).sum()
-    with pytest.raises(RuntimeError, match=r"currently running autograd\.grad"):
-        torch.autograd.grad(loss, (one, other), retain_graph=True)
-    loss.backward()
-    handle.remove()
-    assert not private.joint_gradient_hooks(one)
-
-
 def test_parametrized_weights_that_are_remembered() -> None:
     linear = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     with nn.utils.parametrize.cached():

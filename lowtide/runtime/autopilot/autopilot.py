@@ -62,6 +62,7 @@ from lowtide.runtime.session.tides import FIRST_STEP, IN_FORCE, NEW_SHAPE, Phase
 from lowtide.runtime.session.together import JointStepError
 from lowtide.tensors.kinds import device_of, tensors_in
 from lowtide.tensors.live_bytes import optimizer_tensors, unique_bytes
+from lowtide.tensors.optimizers import bare
 from lowtide.tensors.ranks import any_rank, check_group, has_company
 from lowtide.tensors.snapshot import why_not_rerun
 from lowtide.units import format_bytes
@@ -104,6 +105,8 @@ class Autopilot:
         """The last forward pass saved others than those before it."""
         self._foreign_bytes: int | None = None
         """On the device beside this training, when it was first observed. What comes later shows in measured peaks."""
+        self._num_states = 0
+        """Parameters of which the optimizer had state. By `dict`: a swapped state's own `len` waits for copies."""
         self._stepping = SteppingOptimizers(tides.model) if tides.placed.optimizer is None else None
         """Where no optimizer was given."""
 
@@ -158,8 +161,9 @@ class Autopilot:
             key = self.table.largest_for(bucket, ", and the guard keeps the limit")
         if not self._tides.is_audited:
             self.compare()  # also where shapes take turns, and none comes twice in a row
-        if key != self.key:
-            self._use(key, **self._with_state_of_now(key))
+        more_state = self._with_state_of_now(key)
+        if key != self.key or more_state:
+            self._use(key, **more_state)
         self.watch.was_smaller |= key != bucket
         self._begin_pass()
 
@@ -219,11 +223,15 @@ class Autopilot:
         return key if predicted is None or predicted.peak_bytes <= self.planner.budget_bytes else None
 
     def _with_state_of_now(self, key: ShapeBucket) -> dict[str, Any]:
-        """The model is again as it was when the plan of `key` was made. Meanwhile its optimizer may have got state of
-        parameters that were not trained then, and keeps it: a plan that counts that state too. Returns what to say of
-        it, for `_use`. Raises BudgetError where no plan will do."""
+        """The optimizer may have got state that the plan of `key` does not know, and keeps it: of parameters that were
+        not trained when it was made, or since no copy of it could step without values. A plan that counts that state
+        too. Returns what to say of it, for `_use`. Raises BudgetError where no plan will do."""
         start, shape, optimizer = time.perf_counter(), self.table[key], self._tides.placed.optimizer
-        if optimizer is None or self.key is None or key.model == self.key.model:
+        if optimizer is None or self.key is None:
+            return {}
+        found = bare(optimizer).state
+        num_before, self._num_states = self._num_states, dict.__len__(found) if isinstance(found, dict) else 0
+        if key.model == self.key.model and num_before == self._num_states:
             return {}
         state = self.planner.facts.with_optimizer(shape.profile.state)
         here_bytes = unique_bytes(optimizer_tensors(optimizer), self._tides.engine.device_type)

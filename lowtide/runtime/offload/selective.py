@@ -41,7 +41,7 @@ from lowtide.runtime.offload.scheduler import OffloadScheduler
 from lowtide.runtime.offload.site import OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Stats
 from lowtide.tensors.compiled import CompiledMode
-from lowtide.tensors.kinds import is_plain, written_arguments
+from lowtide.tensors.kinds import is_plain, tensors_in, written_arguments
 from lowtide.tensors.modes import RandomState
 from lowtide.tensors.private import (
     OpOverload,
@@ -203,7 +203,7 @@ class _Output:
     def give(self, op: Any, given: Any) -> Any:
         """The output of `op` once more, which is `given` these arguments. The generators go on from where they were
         after it, unless they were not put back to where they were before it."""
-        if self.before is not None and self.after is not None and _same(_states(given), self.before):
+        if self.before is not None and self.after is not None and self.before.is_same(RandomState(tensors_in(given))):
             self.after.set()
         for leaf in self.leaves:
             if isinstance(leaf, _Held) and not leaf.is_intact:
@@ -250,7 +250,7 @@ class _Region:
 
     def first(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Run `op`, and hold what the policy wants held."""
-        before = _states((args, kwargs)) if _draws(op) else None
+        before = RandomState(tensors_in((args, kwargs))) if _draws(op) else None
         output = op(*args, **kwargs)
         self._forget_overwritten()
         if _writes(op):
@@ -288,8 +288,8 @@ class _Region:
 
     def _hold(self, output: Any, said: CheckpointPolicy, given: Any, before: RandomState | None) -> _Output:
         leaves, tree = tree_flatten(output)
-        after = _states(given) if before is not None else None
-        if before is not None and after is not None and _same(before, after):
+        after = RandomState(tensors_in(given)) if before is not None else None
+        if before is not None and after is not None and before.is_same(after):
             before = after = None  # it could draw, and did not: attention without dropout
         owners = {
             storage_key(leaf.untyped_storage()): leaf
@@ -387,13 +387,5 @@ def _writes(op: Any) -> bool:
 
 
 def _draws(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-
-
-def _states(given: Any) -> RandomState:
-    return RandomState([leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)])
-
-
-def _same(one: RandomState, other: RandomState) -> bool:
-    pairs = zip((one.cpu, *one.states), (other.cpu, *other.states), strict=True)
-    return all(torch.equal(first, second) for first, second in pairs)
+    """Whether it may draw. What is not torch's own need not say so."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) or getattr(op, "namespace", "aten") != "aten"

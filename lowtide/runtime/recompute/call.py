@@ -123,7 +123,7 @@ def without_cache(
                 "would change them. Train with use_cache=False, or give this layer another fate."
             )
     warnings.warn(
-        f"lowtide: recomputed layers do not fill {', '.join(named)}; set use_cache=False to say so yourself.",
+        f"lowtide: recomputed layers leave {', '.join(named)} empty, for all who read it; set use_cache=False.",
         stacklevel=2,
     )
     kwargs = {**kwargs, **dict.fromkeys(named)}

@@ -124,9 +124,9 @@ class UnobservedForwards:
         now = vars(self._model).get("forward")
         if self._was_aside:
             return (
-                f"the forward of {kind} ran only where lowtide steps aside (without gradients, under "
-                "forward-mode derivatives, or inside a checkpoint region around it); checkpoint parts of the model "
-                "instead, or leave that to lowtide"
+                f"the forward of {kind} ran only where lowtide steps aside (without gradients, under forward-mode "
+                "derivatives, where saved-tensor hooks are disabled, or inside a checkpoint region around it); "
+                "checkpoint parts of the model instead, or leave that to lowtide"
             )
         if not isinstance(now, ForwardPatch):
             by = f"{getattr(now, '__module__', '?')}.{getattr(now, '__qualname__', type(now).__qualname__)}"

@@ -48,7 +48,6 @@ from lowtide.runtime.saved.handle import is_checkpoint_hook, open_handle
 from lowtide.runtime.session.forward_patch import UnobservedForwards
 from lowtide.tensors.compiled import ForwardPatch, compiled_parts, how_compiled, lies_in, refuse_compiled
 from lowtide.tensors.private import (
-    are_saved_tensors_hooks_enabled,
     are_transforms_active,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -152,7 +151,7 @@ class PlannedForwards:
     def _enter(self, layer: LayerTable, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """A forward pass, from its beginning to its end; `forward` alone where lowtide steps aside."""
         context = self._context
-        if torch.compiler.is_compiling() or not (is_training() and are_saved_tensors_hooks_enabled()):
+        if torch.compiler.is_compiling() or not is_training():
             self._unobserved.step_aside()
             return forward(*args, **kwargs)
         if not layer.tables:

@@ -241,6 +241,26 @@ _MORE = (
 )
 
 
+def test_state_that_no_copy_of_the_optimizer_showed_is_in_the_plan_once_it_is_there() -> None:
+    torch.manual_seed(0)
+    model = Net(num_layers=2)
+    optimizer = torch.optim.ASGD(model.parameters())  # which looks at the number of its steps
+    budget, peaks = 800_000, []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        tide = lowtide.optimize(model, budget, memory={"min_bytes": 1}, optimizer=optimizer, engine=virtual(1))
+        for step in range(NUM_STEPS):
+            with IndependentCount([state_tensors(model, optimizer)]) as count:
+                one(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(count.peak_bytes)
+        tide.remove()
+    assert any("ASGD cannot step without values" in str(each.message) for each in told)
+    assert [event.why for event in tide.events] == ["first step", "the model changed: its optimizer has more state"]
+    assert max(peaks[1:]) <= budget
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extended] if name in _MORE else []) for name in HABITS]
 )

@@ -95,8 +95,18 @@ def test_weights_that_a_parametrization_remembers_are_those_of_each_step() -> No
     assert train(True) == train(False)
 
 
-def test_hooks_on_several_parameters_run_once_a_step() -> None:
-    """Under `torch.autograd.grad`, as the observed step uses it, torch refuses them."""
+class Growing:
+    """A hook that counts its calls where no model leads."""
+
+    num_calls = 0
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return gradient * self.num_calls
+
+
+def test_hooks_on_parameters_run_once_a_step() -> None:
+    """On several at once too, which torch refuses under `torch.autograd.grad`, as the observed step uses it."""
 
     def train(is_planned: bool) -> list[Any]:
         torch.manual_seed(0)
@@ -106,7 +116,9 @@ def test_hooks_on_several_parameters_run_once_a_step() -> None:
         torch.autograd.graph.register_multi_grad_hook(
             (one, other), lambda gradients: seen.append([gradient.sum().item() for gradient in gradients])
         )
+        torch.autograd.graph.register_multi_grad_hook((one,), lambda gradient: seen.append(gradient.sum()), mode="any")
         one.register_hook(lambda gradient: gradient + 1)
+        one.register_hook(Growing())
         budget = _floor(model, next(_batches()))
         tide = lowtide.optimize(model, budget=budget, memory=SMALL, engine=virtual(1)) if is_planned else None
         found = []
@@ -232,7 +244,7 @@ def test_a_backward_pass_that_fails_only_while_it_is_observed_is_said() -> None:
             raise RuntimeError("not under autograd.grad")
 
     with lowtide.optimize(model, budget="1GiB", memory=SMALL, engine=virtual(1)) as tide:
-        model.layers[0].inner.weight.register_hook(hook)
+        model.layers[0].inner.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
         with pytest.warns(UserWarning, match=r"not under autograd\.grad; so this step runs without a plan"):
             model(next(_batches())).backward()
         for _ in range(2):

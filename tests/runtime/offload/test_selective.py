@@ -156,24 +156,32 @@ def test_a_random_operator_that_is_held_leaves_the_generators_where_it_did() -> 
     assert next(first) > 0
 
 
+@torch.library.custom_op("lowtide_tests::draw", mutates_args=())
+def draw(x: Tensor) -> Tensor:
+    """No tag says that it draws."""
+    return torch.rand_like(x)
+
+
 class Drawing(nn.Module):
     """Two draws, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, op: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
+        self.op = op
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight * torch.rand_like(x)).sin() * torch.rand_like(x)
+        return (x * self.weight * self.op(x)).sin() * self.op(x)
 
 
+@pytest.mark.parametrize("draws", [aten.rand_like.default, torch.ops.lowtide_tests.draw.default], ids=["aten", "own"])
 @pytest.mark.parametrize("said", [SAVE, OFFLOAD])
-def test_the_second_of_two_draws(said: CheckpointPolicy) -> None:
-    module, x = Drawing(), torch.ones(4, 8)
+def test_the_second_of_two_draws(said: CheckpointPolicy, draws: Any) -> None:
+    module, x = Drawing(draws), torch.ones(4, 8)
     drawn: list[int] = []
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is not aten.rand_like.default:
+        if op is not draws:
             return AGAIN
         drawn.append(1)
         return said if len(drawn) % 2 else AGAIN

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -136,8 +137,8 @@ def test_the_forward_was_replaced_afterwards(call: str) -> None:
 
 def test_the_forward_runs_where_lowtide_steps_aside() -> None:
     aside = (
-        "ran only where lowtide steps aside (without gradients, under forward-mode derivatives, or inside a "
-        "checkpoint region around it); checkpoint "
+        "ran only where lowtide steps aside (without gradients, under forward-mode derivatives, where saved-tensor "
+        "hooks are disabled, or inside a checkpoint region around it); checkpoint "
         "parts of the model instead, or leave that to lowtide" + END
     )
     x = X.clone().requires_grad_()
@@ -146,6 +147,11 @@ def test_the_forward_runs_where_lowtide_steps_aside() -> None:
         with CALLS[call](model):
             [said] = _warnings(lambda: _train(lambda _: checkpoint(model, x, use_reentrant=reentrant)))  # noqa: B023
         assert said.startswith("lowtide: gradients arrived at 'layers.")
+        assert said.endswith(aside)
+    for put_on in CALLS.values():
+        model = Body()
+        with put_on(model), disable_saved_tensors_hooks("none here"):
+            [said] = _warnings(lambda: _train(model))  # noqa: B023
         assert said.endswith(aside)
 
 
