@@ -37,7 +37,7 @@ from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.profiling.observe_call import observe_call
 from lowtide.profiling.step_recorder import StepRecorder
 from lowtide.profiling.untouched import untouched
-from lowtide.tensors.kinds import device_of
+from lowtide.tensors.kinds import device_of, tensors_in
 from lowtide.tensors.live_bytes import unique_bytes
 from lowtide.tensors.private import disable_current_modes, dispatch_modes, tree_leaves
 from lowtide.tensors.ranks import gather
@@ -152,7 +152,7 @@ def _observe_stage(
         else:
             assert pipeline.loss is not None
             if output.recorder is not None:
-                for each in _tensors_in(target):  # parts of the batch, which counts as a whole
+                for each in tensors_in(target):  # parts of the batch, which counts as a whole
                     output.recorder.state.storages.enroll(each, "input", "input")
             loss = pipeline.loss(made, target)
             own = set(pipeline.stages[stage].parameters())
@@ -275,19 +275,15 @@ def _largest(pipeline: Pipeline, inputs: Sequence[Any] | None) -> tuple[int, boo
     """The number of the micro-batch with the most in it, and whether all have the same shapes."""
     own = None
     if inputs is not None:
-        shapes = [tuple(each.shape for each in _tensors_in(entry)) for entry in inputs]
+        shapes = [tuple(each.shape for each in tensors_in(entry)) for entry in inputs]
         sizes = [sum(map(math.prod, each)) for each in shapes]
         own = sizes.index(max(sizes)), len(set(shapes)) == 1
     found: tuple[int, bool] = next(each for each in gather(own, pipeline.group) if each is not None)
     return found
 
 
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _bytes_of(tree: Any, *, with_gradient: bool = False) -> int:
-    tensors = _tensors_in(tree)
+    tensors = tensors_in(tree)
     return sum(each.nbytes for each in tensors if each.requires_grad) if with_gradient else unique_bytes(tensors)
 
 
