@@ -126,7 +126,3 @@ class _Parser(argparse.ArgumentParser):
         message = re.sub(r"invalid int value: ('.*')", r"expected a whole number, such as 8192, not \1", message)
         hint = did_you_mean(choice[1], re.split("[', ]+", choice[2])) if choice else ""
         self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}{hint}; see {self.prog} --help\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,6 +14,7 @@ from lowtide.cli.plan import check_writable
 from lowtide.cli.run_file import load_run
 from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.source import write_file
+from lowtide.core.plan import OUTSIDE
 from lowtide.core.profile import Profile, layer_of
 from lowtide.core.text_table import align, layers_label, runs, wrapped
 from lowtide.errors import ConfigError
@@ -21,7 +22,6 @@ from lowtide.timeline.hardware import load_hardware
 from lowtide.units import format_bytes, format_seconds
 
 _NUM_TOP_SITES = 8
-_OUTSIDE = "outside layers"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def _layer_cells(profile: Profile) -> Iterator[tuple[str, ...]]:
         (layers_label(profile.layers, first, last), profile.layers[first : last + 1])
         for first, last in runs(profile.layers, profile.signatures)
     ]
-    for label, layers in (*groups, (_OUTSIDE, (None,))):
+    for label, layers in (*groups, (OUTSIDE, (None,))):
         sites = [site for site in profile.sites if site.layer in layers]
         yield (
             label,

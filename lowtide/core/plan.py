@@ -43,7 +43,7 @@ _NOTICED = 0.0005
 
 
 _FATES = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
-_OUTSIDE = "outside layers"
+OUTSIDE = "outside layers"
 _FITS = "fits"
 _DECLARED = "as declared (one block has the bits of the whole)"
 _LOSS = "loss: sliced (its rows in slices, the same bits)"
@@ -303,7 +303,7 @@ def _site_rows(plan: Plan) -> Iterator[_SiteRow]:
         sites = [site for layer in plan.layers[first : last + 1] for site in by_layer[layer]]
         yield _row(layers_label(plan.layers, first, last), last - first + 1, sites, is_solved=plan.is_solved)
     if by_layer.get(None):
-        yield _row(_OUTSIDE, 1, by_layer[None], is_solved=plan.is_solved)
+        yield _row(OUTSIDE, 1, by_layer[None], is_solved=plan.is_solved)
 
 
 def _signature(layer: str, sites: Iterable[SiteDecision]) -> Hashable:

@@ -42,6 +42,7 @@ from lowtide.mindformers.schema import Resolution
 from lowtide.mindformers.schema.issues import layers_text
 from lowtide.runtime.saved.handle import Kept, Shared
 from lowtide.runtime.saved.stats import Counters, Ledger
+from lowtide.tensors.codecs import INTEGERS
 from lowtide.tensors.fsdp import after_forward, fsdp_modules
 from lowtide.tensors.kinds import is_plain
 from lowtide.tensors.private import storage_key, version_of
@@ -50,7 +51,6 @@ from lowtide.tensors.ranks import gather
 KEY_SLICES = "recompute_slice_activation"
 KEY_GATHERS = "parallel_optimizer_comm_recompute"
 _MAX_CHUNK = 2**20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Any odd number will do: as a factor it makes the sum depend on the order.
 _FACTOR = 0x9E3779B97F4A7C1
 
@@ -115,7 +115,7 @@ def slice_instead_of(
     fits = tensor.numel() % num_ranks == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
     if compares:
         # Also where it does not fit: all ranks must issue the same collectives.
-        _compare(group, flat.view(_BITS[tensor.element_size()]), where)
+        _compare(group, flat.view(INTEGERS[tensor.element_size()]), where)
     if not fits:
         if compares:
             say(

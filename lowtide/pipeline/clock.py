@@ -73,18 +73,19 @@ def play(
         moved = False
         for rank, row in enumerate(waiting):
             while (head := heads[rank]) is not None:
+                action, needs, makes = head
                 start = free[rank]
-                for need in head.needs:
+                for need in needs:
                     when = ready[need]
                     if when is None:
                         break
                     start = max(start, when if home[need] == rank else when + transfer_seconds)
                 else:
-                    seconds = seconds_of(head.action)
-                    assert seconds > 0, f"{head.action} takes no time"
+                    seconds = seconds_of(action)
+                    assert seconds > 0, f"{action} takes no time"
                     free[rank] = start + seconds
-                    rows[rank].append(Timed(head.action, start, free[rank]))
-                    for result in head.makes:
+                    rows[rank].append(Timed(action, start, free[rank]))
+                    for result in makes:
                         ready[result], home[result] = free[rank], rank
                     heads[rank] = next(row, None)
                     moved = True

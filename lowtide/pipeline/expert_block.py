@@ -20,7 +20,7 @@ rank is sent once for each; counts that stay on the device; double backward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class SplitExperts(nn.Module):
         """(T, H), (T, K), (T, K) to (T, H), as the block's own experts. With an input for the shared experts: that, and
         what they give."""
         token, pair, place, parts = self._route(top_k_index)
-        rows = _Spread.apply(hidden_states, token, place, self.is_grouped)
+        rows = _Moved.apply(hidden_states, token, place, self.is_grouped)
         of_parts = (rows,) if self.num_parts == 1 else rows.split([sum(part.num_sent) for part in parts])
         under_way = deque(
             start_all_to_all(own, part.num_received, part.num_sent, group=self.group)
@@ -76,17 +76,17 @@ class SplitExperts(nn.Module):
         coming_back = []
         weights = map(self._of_parts, (self.gate_up_proj, self.down_proj))
         for part, gate_up, down in zip(parts, *weights, strict=True):
-            rows = _Arrange.apply(under_way.popleft().wait(), part.by_expert, part.by_rank)
-            rows = _Arrange.apply(self._run(rows, part.num_rows, gate_up, down), part.by_rank, part.by_expert)
+            rows = _Moved.apply(under_way.popleft().wait(), part.by_expert, part.by_rank)
+            rows = _Moved.apply(self._run(rows, part.num_rows, gate_up, down), part.by_rank, part.by_expert)
             coming_back.append(start_all_to_all(rows, part.num_sent, part.num_received, group=self.group))
         rows = coming_back[0].wait() if self.num_parts == 1 else torch.cat([each.wait() for each in coming_back])
         del coming_back
         rows = rows * top_k_weights.reshape(-1)[pair].unsqueeze(-1)
         if self.is_grouped:
-            rows = _Arrange.apply(rows, _inverse(pair), pair)
+            rows = _Moved.apply(rows, _inverse(pair), pair)
             routed = rows.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(hidden_states.dtype)
         else:
-            routed = _Collect.apply(rows.to(hidden_states.dtype), token, place)
+            routed = _Moved.apply(rows.to(hidden_states.dtype), place, token)
         return routed if for_shared is None else (routed, from_shared)
 
     @torch.no_grad()
@@ -161,57 +161,34 @@ def _parts_of(sent: torch.Tensor, received: torch.Tensor) -> Iterator[_Part]:
         yield _Part(num_sent, num_received, by_expert, _inverse(by_expert), own.sum(0))
 
 
-class _Spread(torch.autograd.Function):
-    """The row of its token for each pair. Gradients of a token's rows are added in the order of its experts' numbers if
-    `is_rising`, else the other way round, in which autograd goes through a loop over experts."""
+class _Moved(torch.autograd.Function):
+    """Rows `there`, whose gradients are taken from `back`. Plain indexing would add its gradient up row by row, as if a
+    row could come twice. Gradients of a token are added in the order of its experts' numbers if `is_rising`, else the
+    other way round, in which autograd goes through a loop over experts."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, place: torch.Tensor, is_rising: bool) -> torch.Tensor:
-        ctx.save_for_backward(place)
+    def forward(
+        ctx: Any, rows: torch.Tensor, there: torch.Tensor, back: torch.Tensor, is_rising: bool = True
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back)
         ctx.is_rising = is_rising
-        return x.index_select(0, token)
+        return _rows_at(rows, there)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (place,) = ctx.saved_tensors
-        columns = place.unbind(1)
-        return _sum_in_order(gradient, columns if ctx.is_rising else reversed(columns), len(place)), None, None, None
+        (back,) = ctx.saved_tensors
+        return _rows_at(gradient, back, is_rising=ctx.is_rising), None, None, None
 
 
-class _Collect(torch.autograd.Function):
-    """The sum of its rows for each token, in the order of its experts' numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, token: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(token)
-        return _sum_in_order(rows, place.unbind(1), len(place))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (token,) = ctx.saved_tensors
-        return gradient.index_select(0, token), None, None
-
-
-class _Arrange(torch.autograd.Function):
-    """Rows in another order. Plain indexing would add its gradient up row by row, as if a row could come twice."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradient.index_select(0, inverse), None, None
-
-
-def _sum_in_order(rows: torch.Tensor, columns: Iterable[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    total = rows.new_zeros(num_tokens, rows.shape[1])
-    for column in columns:
+def _rows_at(rows: torch.Tensor, places: torch.Tensor, *, is_rising: bool = True) -> torch.Tensor:
+    """The row at each of these places; where each token has several (T, K), their sum, in the order of its experts'
+    numbers or the other way round."""
+    if places.dim() == 1:
+        return rows.index_select(0, places)
+    columns = places.unbind(1)
+    total = rows.new_zeros(len(places), rows.shape[1])
+    for column in columns if is_rising else reversed(columns):
         total += rows.index_select(0, column)
     return total
 

@@ -142,13 +142,8 @@ class Result(NamedTuple):
         return Action(Kind.RECEIVE_BACKWARD, self.stage - 1, self.micro_batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """An action that computes, with the numbers of the results that it reads and makes (those of one schedule)."""
-
-    action: AnyAction
-    needs: tuple[int, ...]
-    makes: tuple[int, ...]
+Computed = tuple[AnyAction, tuple[int, ...], tuple[int, ...]]
+"""An action that computes, and the numbers of the results that it reads and makes (those of one schedule)."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +191,7 @@ class Schedule:
 
         return tuple(
             tuple(
-                Computed(
+                (
                     action,
                     numbers(need for part in action.parts for need in self.needs(part)),
                     numbers(part.makes for part in action.parts),
@@ -210,7 +205,7 @@ class Schedule:
     @cached_property
     def num_results(self) -> int:
         """That are read or made."""
-        each = (result for row in self.computed for done in row for result in (*done.needs, *done.makes))
+        each = (result for row in self.computed for _, needs, makes in row for result in (*needs, *makes))
         return 1 + max(each, default=-1)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -387,20 +387,16 @@ class _SequenceClock:
                     need[source] = max(need[source], need[position])
         return need
 
-    def leave(self, node: Site, tick: int | None) -> int | None:
+    def leave(self, node: Site, tick: int | None) -> int:
         """Distance from the first save of `node` to the last save before `tick`."""
-        if tick is None:
-            return None
+        assert tick is not None, "every swapped item leaves at some tick"
         start = self._problem.starts[min(tick, len(self._problem.starts) - 1)]
         last = bisect.bisect_left(self._save_ops, start) - 1
         return max(max(self._save_sequences[: last + 1], default=0) - node.first_sequence, 0)
 
-    def prefetch(self, position: int, tick: int | None) -> int | None:
+    def prefetch(self, position: int, tick: int | None) -> int:
         """Distance from the first read at or after `tick` to the first need of the item: earlier would cost memory."""
-        if tick is None:
-            return None
+        assert tick is not None, "every swapped item is fetched at some tick"
         start = self._problem.starts[min(tick, len(self._problem.starts) - 1)]
         first = bisect.bisect_left(self._read_ops, start)
-        if first == len(self._read_ops):
-            return 0
         return max(self._read_sequences[first] - self._need[position], 0)

@@ -116,7 +116,7 @@ class _RerunProfile:
 
     def _drops(self, node: Site) -> LayerCall | None:
         """The call that makes the node, and with which it goes; None where it stays."""
-        call = self._call_of(node.born) if node.born >= 0 else None
+        call = self._call_of(node.born)
         if call is None or node.name in self.inputs:
             return None
         # Saved after the call was over, too: somebody else reads it.
@@ -170,7 +170,7 @@ class _RerunProfile:
             if call is not None:
                 yield node.born, self.shift.end(min(node.dies, num_ops)), node.nbytes
             else:
-                call = self._call_of(node.born) if node.born >= 0 else None
+                call = self._call_of(node.born)
             rerun = self.reruns.get(call.first_op) if call is not None else None
             if rerun is None:
                 continue
@@ -194,7 +194,7 @@ class _RerunProfile:
 
     def _node(self, node: Site, readers: list[_Rerun], there: set[str]) -> Site:
         recipe, why = node.recipe, node.why_no_recipe
-        is_made = self._call_of(node.born) is not None if node.born >= 0 else False
+        is_made = self._call_of(node.born) is not None
         if recipe is not None and (readers or is_made or not there.issuperset(recipe.nodes)):
             recipe, why = None, _GONE
         together = node.collective_recipe

@@ -31,7 +31,7 @@ from lowtide.loss.attach import loss_of, loss_rows_of
 from lowtide.loss.layers import layer_rows_of
 from lowtide.profiling.layers import layer_weights
 from lowtide.profiling.step_record import NodeRecord, Trace
-from lowtide.recipes.build import COLLECTIVE, Target, build_collective_recipes, build_recipes
+from lowtide.recipes.build import COLLECTIVE, build_collective_recipes, build_recipes
 from lowtide.recipes.graph import Storage
 
 _STATE = frozenset({"parameter", "buffer", "replaced", "input"})
@@ -39,7 +39,7 @@ _STATE = frozenset({"parameter", "buffer", "replaced", "input"})
 
 def find_recipes(trace: Trace) -> None:
     """Write down how each node is recomputed, or why not; nodes that nothing needs leave the record."""
-    targets = [Target(storage=node.storage, version=node.version) for node in trace.nodes if not node.is_given]
+    targets = [(node.storage, node.version) for node in trace.nodes if not node.is_given]
     for call in trace.ops.calls:  # clocks of devices are read when the step is over
         call.seconds = trace.ops.seconds[call.index]
     alone = build_recipes(trace.ops.calls, targets)

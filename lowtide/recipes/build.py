@@ -82,12 +82,8 @@ _RESHAPERS = frozenset({"set_", "resize_", "resize_as_", "as_strided_"})
 _REINTERPRETS = frozenset({"view_as_real", "view_as_complex", "view"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A node that may get a recipe, and that recipes of later nodes may start from."""
-
-    storage: Storage
-    version: int
+Target = tuple[Storage, int]
+"""A node that may get a recipe, and that recipes of later nodes may start from: its storage, at this version."""
 
 
 class _NoRecipeError(Exception):
@@ -109,7 +105,7 @@ def build_collective_recipes(
 
     By `storage.index`, as `build_recipes`. The name of a group is that of the rank that observed.
     """
-    asked = [(rank, target) for rank, target in enumerate(targets) if recipes[target.storage.index] == COLLECTIVE]
+    asked = [(rank, target) for rank, target in enumerate(targets) if recipes[target[0].index] == COLLECTIVE]
     return _built(_Graph(calls, targets), asked, with_collectives=True) if asked else {}
 
 
@@ -118,11 +114,11 @@ def _built(
 ) -> dict[int, Recipe | str]:
     """The recipe, or why there is none, of each target with its rank."""
     found: dict[int, Recipe | str] = {}
-    for rank, target in targets:
+    for rank, (storage, version) in targets:
         try:
-            found[target.storage.index] = _RecipeBuilder(graph, target, rank, with_collectives).build()
+            found[storage.index] = _RecipeBuilder(graph, storage, version, rank, with_collectives).build()
         except _NoRecipeError as reason:
-            found[target.storage.index] = str(reason)
+            found[storage.index] = str(reason)
     return found
 
 
@@ -130,9 +126,10 @@ class _Graph:
     """What all recipes of a step share: who wrote what, and where a walk stops."""
 
     def __init__(self, calls: Sequence[OpCall], targets: Sequence[Target]) -> None:
-        self.targets: dict[int, tuple[int, Target]] = {}
-        for rank, target in enumerate(targets):
-            self.targets.setdefault(target.storage.index, (rank, target))
+        self.targets: dict[int, tuple[int, int]] = {}
+        """By index of their storage: rank, and version."""
+        for rank, (storage, version) in enumerate(targets):
+            self.targets.setdefault(storage.index, (rank, version))
         self.writers: dict[int, list[tuple[OpCall, Value]]] = {}
         self.reinterpretations: dict[tuple, OpCall] = {}
         self.item_reads: dict[str, int] = {}
@@ -195,7 +192,8 @@ class _RecipeBuilder:
     """The recipe of one target."""
 
     graph: _Graph
-    target: Target
+    storage: Storage
+    version: int
     rank: int
     with_collectives: bool = False
     calls: dict[int, OpCall] = field(default_factory=dict)
@@ -208,8 +206,8 @@ class _RecipeBuilder:
     def build(self) -> Recipe:
         last, output = self._result()
         self._walk()
-        if is_empty(self.target.storage):
-            raise _NoRecipeError(self.graph.why_empty(self.target.storage))
+        if is_empty(self.storage):
+            raise _NoRecipeError(self.graph.why_empty(self.storage))
         order = [self.calls[index] for index in sorted(self.calls)]
         assert order[-1] is last, "an operator that a recipe needs ran after the last of it"
         for call in order:
@@ -228,8 +226,8 @@ class _RecipeBuilder:
 
     def _result(self) -> tuple[OpCall, int]:
         """The operator that completed the node, and which of its outputs that is."""
-        storage = self.target.storage
-        call = self.graph.maker(storage, self.target.version)
+        storage = self.storage
+        call = self.graph.maker(storage, self.version)
         if not shows_all(storage):
             raise _NoRecipeError("uninitialised")
         for output, value in enumerate(call.outputs):
@@ -241,10 +239,10 @@ class _RecipeBuilder:
 
     def _walk(self) -> None:
         """Collect the operators that must run again."""
-        storage = self.target.storage
-        if storage.num_writes > self.target.version:
+        storage, version = self.storage, self.version
+        if storage.num_writes > version:
             raise _NoRecipeError("mutated")
-        needed, seen = [(storage, self.target.version)], {(storage.index, self.target.version)}
+        needed, seen = [(storage, version)], {(storage.index, version)}
         while needed:
             call = self.graph.maker(*needed.pop())
             if call.index in self.calls:
@@ -292,8 +290,8 @@ class _RecipeBuilder:
             if storage.num_writes or storage.index in self.graph.writers:
                 raise _NoRecipeError("mutated")
             return RecipeInput(kind=storage.kind, name=storage.name, geometry=_geometry(value))
-        rank, target = self.graph.targets.get(storage.index, (self.rank, self.target))
-        if rank >= self.rank or value.version != target.version or storage.num_writes != target.version:
+        rank, version = self.graph.targets.get(storage.index, (self.rank, self.version))
+        if rank >= self.rank or value.version != version or storage.num_writes != version:
             return None
         return RecipeInput(kind="node", name=storage.name, geometry=_geometry(value))
 
@@ -352,7 +350,7 @@ class _RecipeBuilder:
     def _transient_bytes(self, order: Sequence[OpCall]) -> int:
         """Most bytes at once: each storage from the operator that makes it to the last that reads it."""
         last = {value.storage.index: call.index for call in order for value in read_values(call)}
-        last[self.target.storage.index] = order[-1].index + 1
+        last[self.storage.index] = order[-1].index + 1
         peak, alive = 0, dict[int, int]()
         for call in order:
             made = {o.storage.index: o.storage for o in call.outputs if o is not None and o.storage.producer is call}

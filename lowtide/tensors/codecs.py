@@ -51,7 +51,7 @@ _GATHER = 0x0102040810204080
 _TO_LOWEST = 56
 _SPREAD = 0x0101010101010101
 _OWN_BITS = 0x8040201008040201 - (1 << 64)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PROBE = 4096
 _WORK = {BITS: 2, TWO_VALUES: 2}
 """Bytes for each element of a piece: the words, and which of the two values it has."""
@@ -78,7 +78,7 @@ class Decoder(NamedTuple):
             out = torch.empty(self.num_elements, dtype=self.dtype, device=device)
             zero, one = self.numbers if self.kind == TWO_VALUES else (0, 1)
             if self.kind in _WORK and device.type == "cpu":
-                _unpack(data.numpy(), out.view(_INTEGERS[self.dtype.itemsize]).numpy(), zero, one)
+                _unpack(data.numpy(), out.view(INTEGERS[self.dtype.itemsize]).numpy(), zero, one)
             elif self.kind in _WORK:
                 _unpack_on_device(data, out.view(torch.uint8))
             elif device.type == "cpu":
@@ -117,7 +117,7 @@ def kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
     """Kinds that storages of this dtype may fit, the smallest first."""
     if dtype is torch.bool:
         return (BITS,)
-    if dtype.itemsize not in _INTEGERS or dtype.is_complex:
+    if dtype.itemsize not in INTEGERS or dtype.is_complex:
         return ()
     if dtype.is_floating_point:
         return (TWO_VALUES,)
@@ -158,7 +158,7 @@ def encode(kind: str, storage: torch.UntypedStorage, dtype: torch.dtype) -> Enco
     assert is_host or kind == always_fits(dtype) or kind in _NARROW
     with torch.no_grad(), DisableAutocast(), AutoDispatchBelowAutograd():
         count = nbytes // dtype.itemsize
-        integers = torch.empty(0, dtype=_INTEGERS[dtype.itemsize], device=storage.device)
+        integers = torch.empty(0, dtype=INTEGERS[dtype.itemsize], device=storage.device)
         elements = integers.set_(storage, 0, (count,), (1,))
         if not is_host:
             if kind in _NARROW:

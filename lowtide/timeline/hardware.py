@@ -160,11 +160,6 @@ class Hardware:
         return self.flops_per_second.get(dtype, self.flops_per_second["float32"])
 
 
-def hardware_names() -> tuple[str, ...]:
-    """The devices that lowtide knows, in alphabetical order."""
-    return known_names("devices")
-
-
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     """The device of that name, or of a TOML file of the same form as the ones in `timeline/devices`.
 

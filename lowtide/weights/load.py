@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import time
 from collections.abc import Iterable
@@ -27,11 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.core.log import LOG
+from lowtide.core.text_table import first_few
 from lowtide.errors import ConfigError
 from lowtide.tensors.view import Shape, nan_in_place_of
 from lowtide.units import format_bytes
 
-logger = logging.getLogger("lowtide")
 _INDEX = "model.safetensors.index.json"
 _SECONDS_BETWEEN_LINES = 5.0
 _MOST_NAMED = 3
@@ -99,7 +99,7 @@ class Incoming:
         self._left = [other for other in self._left if other is not tensor]
         if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
-            logger.info("%s: %s to go", self.call, format_bytes(sum(other.nbytes for other in self._left)))
+            LOG.info("%s: %s to go", self.call, format_bytes(sum(other.nbytes for other in self._left)))
 
     def take_rest(self) -> None:
         """Take all that is left, buffers too."""
@@ -216,6 +216,4 @@ def _opened(path: Path) -> contextlib.AbstractContextManager[Any]:
 
 
 def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _MOST_NAMED} more" if len(listed) > _MOST_NAMED else ""
-    return ", ".join(f"'{name}'" for name in listed[:_MOST_NAMED]) + more
+    return first_few([f"'{name}'" for name in names], _MOST_NAMED)

@@ -39,7 +39,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,6 +47,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.core.log import LOG
 from lowtide.errors import ConfigError
 from lowtide.pipeline.overlap import Baton, as_this_thread
 from lowtide.profiling.untouched import to_the_end
@@ -56,7 +56,6 @@ from lowtide.tensors.private import top_saved_tensors_hooks, tree_leaves, tree_m
 from lowtide.tensors.remembered import Record
 from lowtide.tensors.snapshot import process_states, take
 
-logger = logging.getLogger("lowtide")
 _MOST_LOOKS = 2
 """Steps that are looked at: what a first forward sets up once is there in the second one."""
 _CALL = "lowtide: step"
@@ -226,7 +225,7 @@ class Forwards:
     def _say(self, why: str) -> None:
         if why not in self._said:
             self._said.add(why)
-            logger.info("%s: forwards run one after the other, each with all layers fetched for it: %s", _CALL, why)
+            LOG.info("%s: forwards run one after the other, each with all layers fetched for it: %s", _CALL, why)
 
     def _look_at(self, calls: Sequence[Callable[[], Any]], batch: MicroBatch) -> None:
         """Run the forward of the last micro-batch, and see whether the next step's may take turns."""

@@ -358,21 +358,21 @@ def _by_recipes(call: _Call, found: Found) -> str:
         return "nothing"
     _perturb(0xAA)
     # What the sample's own tensors were copied to, by one operator each, before the operator ran.
-    given = [target for target in recording.targets if target.storage.born < len(tensors) and not target.version]
+    given = [(s, version) for s, version in recording.targets if s.born < len(tensors) and not version]
     made = [target for target in recording.targets if target not in given]
     reasons, number = {"it makes no storage": 0}, 0
     for targets in (recording.targets, [*given, *made[-1:]]):
         recipes = build_recipes(recording.calls, targets)
-        for target in made if targets is recording.targets else made[-1:]:
-            recipe = recipes[target.storage.index]
+        for storage, _ in made if targets is recording.targets else made[-1:]:
+            recipe = recipes[storage.index]
             if not isinstance(recipe, Recipe):
                 reasons[recipe] = 1
                 continue
             inputs = [recording.input(entry.kind, entry.name, entry.geometry) for entry in recipe.inputs]
             result = CompiledRecipe(recipe).run(inputs, torch.device("cpu")).untyped_storage()
             number += 1
-            if not torch.equal(torch.empty(0, dtype=torch.uint8).set_(result), recording.bits[target.storage.name]):
-                return f"silently wrong: the recipe of {target.storage.name}: {[step.op for step in recipe.steps]}"
+            if not torch.equal(torch.empty(0, dtype=torch.uint8).set_(result), recording.bits[storage.name]):
+                return f"silently wrong: the recipe of {storage.name}: {[step.op for step in recipe.steps]}"
     if number == 0:
         found.without_recipe[call.name] = list(reasons)[-1]
     found.counts["recipes", "(made)"] += number

@@ -210,4 +210,4 @@ def test_durations_of_diagrams() -> None:
 
 def test_rows_without_transfers() -> None:
     schedule = made("dualpipev", 2, 4)
-    assert tuple(tuple(done.action for done in row) for row in with_transfers(schedule).computed) == schedule.actions
+    assert tuple(tuple(action for action, *_ in row) for row in with_transfers(schedule).computed) == schedule.actions

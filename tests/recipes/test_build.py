@@ -30,7 +30,7 @@ CHEAP = ("_to_copy", "pow", "mean", "add", "rsqrt", "mul", "silu", "as_strided",
 def recipes_of(recording: Recording) -> dict[str, Recipe | str]:
     """By name of the node."""
     found = build_recipes(recording.calls, recording.targets)
-    return {target.storage.name: found[target.storage.index] for target in recording.targets}
+    return {storage.name: found[storage.index] for storage, _ in recording.targets}
 
 
 def nothing(module: str) -> bool:
@@ -99,7 +99,7 @@ def test_every_recipe_of_the_zoo_gives_the_bytes(name: str) -> None:
     recipes = {node: recipe for node, recipe in found.items() if isinstance(recipe, Recipe)}
     wrong = [node for node, recipe in recipes.items() if not gives_the_bytes(recipe, node, first)]
     assert not wrong, f"{len(wrong)} of {len(recipes)}: {wrong[:5]}"
-    order = {target.storage.name: rank for rank, target in enumerate(first.targets)}
+    order = {storage.name: rank for rank, (storage, _) in enumerate(first.targets)}
     assert all(order[below] < order[node] for node, recipe in recipes.items() for below in recipe.nodes)
     unexplained = {node: reason for node, reason in found.items() if isinstance(reason, str)}
     assert set(unexplained.values()) <= {
@@ -117,7 +117,7 @@ def test_recipes_hold_for_data_that_they_were_not_written_for(name: str) -> None
         batch = case.batch(seed)
         recordings.append(record(model, lambda batch=batch: case.loss(model, batch), batch))
     first, second = recordings
-    assert [target.storage.name for target in first.targets] == [target.storage.name for target in second.targets]
+    assert [storage.name for storage, _ in first.targets] == [storage.name for storage, _ in second.targets]
     recipes = {node: recipe for node, recipe in recipes_of(first).items() if isinstance(recipe, Recipe)}
     wrong = [node for node, recipe in recipes.items() if not gives_the_bytes(recipe, node, second)]
     assert not wrong, f"{len(wrong)} of {len(recipes)}: {wrong[:5]}"
@@ -131,7 +131,7 @@ def test_experts_chosen_by_data_are_not_written_into_recipes() -> None:
         batch = case.batch(seed)
         recordings.append(record(model, lambda batch=batch: case.loss(model, batch), batch))
     found = recipes_of(recordings[0])
-    kinds = {target.storage.name: target.storage.nbytes for target in recordings[1].targets}
+    kinds = {storage.name: storage.nbytes for storage, _ in recordings[1].targets}
     same = [n for n, r in found.items() if isinstance(r, Recipe) and set(r.nodes) | {n} <= set(kinds)]
     fits = [n for n in same if all(recordings[0].bits[m].shape == recordings[1].bits[m].shape for m in found[n].nodes)]
     assert len(fits) > 40
@@ -215,7 +215,7 @@ def test_more_than_the_first_trial() -> None:
     model, loss, batch = llama()
     recording = record(model, loss, batch)
     found = recipes_of(recording)
-    sites = [t.storage for t in recording.targets if t.storage.name not in recording.retained_inputs]
+    sites = [storage for storage, _ in recording.targets if storage.name not in recording.retained_inputs]
     with_recipe = [site for site in sites if isinstance(found[site.name], Recipe)]
     # The trial gave recipes of at most 8 operators to 42 of 78, with 5 retained inputs; matmul and attention never.
     assert len(with_recipe) >= len(sites) - 2
@@ -227,7 +227,7 @@ def test_more_than_the_first_trial() -> None:
 def cheap_bytes(recording: Recording, recipes: dict[str, Recipe | str], layer: str) -> tuple[int, int, int]:
     """Of one layer: bytes of its sites; of those with a recipe of elementwise, norm and cast operators alone (whose
     chain ends at kept sites and held retained inputs); and of the retained inputs that must be held for that."""
-    targets = {target.storage.name: target for target in recording.targets}
+    targets = {storage.name: storage for storage, _ in recording.targets}
     retained = recording.retained_inputs
     sites = {name for name in targets if name not in retained and name.startswith(f"{layer}.")}
     cheap = {n for n in targets if isinstance(recipes[n], Recipe) and set(ops_of(recipes[n])) <= set(CHEAP)}
@@ -239,7 +239,7 @@ def cheap_bytes(recording: Recording, recipes: dict[str, Recipe | str], layer: s
                 held.add(below)  # what another layer made is not made again for this one
             elif below in retained and below not in pending:
                 pending.append(below)
-    size = {name: target.storage.nbytes for name, target in targets.items()}
+    size = {name: storage.nbytes for name, storage in targets.items()}
     return sum(size[n] for n in sites), sum(size[n] for n in sites & cheap), sum(size[n] for n in held)
 
 
@@ -322,7 +322,7 @@ def test_a_storage_completed_in_place_has_a_recipe() -> None:
     found, recording = recipes_of_simple(forward)
     assert ops_of(found["add"])[-2:] == ["add_", "relu_"] if "add" in found else True
     assert not [name for name, recipe in found.items() if isinstance(recipe, str) and name != "input"]
-    assert any("copy_" in ops_of(found[target.storage.name]) for target in recording.targets if target.version == 2)
+    assert any("copy_" in ops_of(found[storage.name]) for storage, version in recording.targets if version == 2)
 
 
 def test_a_version_that_is_gone_is_not_an_input() -> None:

@@ -155,7 +155,7 @@ class _Mode(TorchDispatchMode):
         nodes += [(*entry, True) for index, entry in self.caught.items() if index not in self.saved]
         for _, _, value, bits, is_retained_input in sorted(nodes, key=lambda node: (node[0], node[4], node[1])):
             storage = value.storage
-            self.recording.targets.append(Target(storage=storage, version=value.version))
+            self.recording.targets.append((storage, value.version))
             self.recording.bits[storage.name] = bits
             if is_retained_input:
                 self.recording.retained_inputs.add(storage.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import ConfigError
-from lowtide.timeline.hardware import hardware_names, load_cluster, load_hardware
+from lowtide.timeline.hardware import known_names, load_cluster, load_hardware
 
 KNOWN = (
     "a100", "a6000", "ascend910b", "ascend910c", "b200", "cpu", "gh200", "h100", "h200", "l40s", "mi300x", "rtx4090",
@@ -42,7 +42,7 @@ def paths_of(table: dict, prefix: str = "") -> Iterator[str]:
 
 
 def test_names() -> None:
-    assert hardware_names() == KNOWN
+    assert known_names("devices") == KNOWN
 
 
 @pytest.mark.parametrize("name", KNOWN)

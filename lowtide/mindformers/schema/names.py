@@ -199,7 +199,7 @@ def is_within(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
 
 
-def _walk(tree: Tree, parts: list[str], prefix: str) -> Iterator[tuple[str, ...]]:
+def _walk(tree: Tree, parts: Sequence[str], prefix: str) -> Iterator[tuple[str, ...]]:
     first, *rest = parts
     found = [name for name in tree if fits(first, name)]
     if rest:
@@ -214,7 +214,8 @@ def _walk(tree: Tree, parts: list[str], prefix: str) -> Iterator[tuple[str, ...]
 
 
 @functools.cache
-def _plain_levels_cached(pattern: str) -> tuple[str, ...]:
+def _plain_levels(pattern: str) -> Sequence[str]:
+    """The levels with plain dots as separators too; empty when that changes nothing."""
     pieces: list[str] = []
     for level in levels(pattern):
         start = depth = 0
@@ -226,16 +227,10 @@ def _plain_levels_cached(pattern: str) -> tuple[str, ...]:
                 pieces.append(level[start:at])
                 start = at + 1
         pieces.append(level[start:])
-    return tuple(pieces)
+    return pieces if len(pieces) > len(levels(pattern)) else []
 
 
-def _plain_levels(pattern: str) -> list[str]:
-    """The levels with plain dots as separators too; empty when that changes nothing."""
-    pieces = _plain_levels_cached(pattern)
-    return list(pieces) if len(pieces) > len(levels(pattern)) else []
-
-
-def _translate(parts: list[str], tree: Tree, *, is_default: bool) -> list[str]:
+def _translate(parts: Sequence[str], tree: Tree, *, is_default: bool) -> list[str]:
     """Names of the tree for a pattern that is written in another naming."""
     family = family_of(tree)
     names: list[str] = []
@@ -251,7 +246,7 @@ def _translate(parts: list[str], tree: Tree, *, is_default: bool) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _as_upstream(parts: list[str], tree: Tree) -> tuple[str, ...]:
+def _as_upstream(parts: Sequence[str], tree: Tree) -> tuple[str, ...]:
     """The names of MindSpore Transformers that a pattern on a Hugging Face model fits, where the layer has the part."""
     if family_of(tree) != "hf":
         return ()
@@ -263,7 +258,7 @@ def _as_upstream(parts: list[str], tree: Tree) -> tuple[str, ...]:
     return ()
 
 
-def _names(parts: list[str], name: str) -> bool:
+def _names(parts: Sequence[str], name: str) -> bool:
     pieces = name.split(".")
     return len(pieces) == len(parts) and all(fits(part, piece) for part, piece in zip(parts, pieces, strict=True))
 

@@ -27,7 +27,7 @@ from lowtide.profiling.fake.trace import trace
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.kinds import device_of
 from lowtide.tensors.optimizers import optimizer_of
-from lowtide.timeline.hardware import Hardware, hardware_names, load_hardware, memory_of_hardware
+from lowtide.timeline.hardware import Hardware, known_names, load_hardware, memory_of_hardware
 
 
 def plan(
@@ -118,10 +118,11 @@ def hardware_of_device(device: torch.device) -> str:
         return "cpu"
     full_name = getattr(torch.get_device_module(device.type), "get_device_name", lambda _: device.type)(device)
     squeezed = full_name.lower().replace(" ", "")
-    names = [name for name in hardware_names() if name in squeezed]
+    known = known_names("devices")
+    names = [name for name in known if name in squeezed]
     if not names:
         raise ConfigError(
-            f"hardware: nothing is known about '{full_name}'; pass hardware= one of {', '.join(hardware_names())}, or "
+            f"hardware: nothing is known about '{full_name}'; pass hardware= one of {', '.join(known)}, or "
             "the path of a TOML file of your own"
         )
     return max(names, key=len)
