@@ -269,7 +269,6 @@ class ForwardPass:
         known = None if is_first else guard.view(tensor, self.queue, on_open)
         if known is None and is_counted:
             known = guard.keep(tensor, self.queue, on_open, is_planned=is_planned, origin=origin)
-            self.context.counters.kept_bytes += known.nbytes
         return known or self._hold(tensor, is_counted=False, origin=origin)
 
     def _hold(self, tensor: torch.Tensor, *, is_counted: bool, origin: TensorOrigin | None = None) -> Any:

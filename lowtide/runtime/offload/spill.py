@@ -28,7 +28,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -55,8 +54,6 @@ class Spillable(Kept):
     first: Spillable | None = None
     """None: it is the first itself."""
     scheduler: OffloadScheduler
-    nbytes: int
-    """Of the whole storage."""
     queue: PrefetchQueue
     """Of spilled sites, in this forward pass."""
     sequence: int
@@ -158,7 +155,7 @@ class Spillable(Kept):
             handle.let_go()
         del storage, tensor
         scheduler.start_offload(site, None)
-        return self.nbytes if site.copy.slot is not None else 0
+        return site.copy.nbytes if site.copy.slot is not None else 0
 
 
 class Guard:
@@ -230,35 +227,33 @@ class Guard:
 
         This runs for each kept tensor of a step that goes as planned: what only spilling needs is found out then.
         """
-        engine = self._scheduler.engine
-        if engine.device_type != "cpu":
-            engine.compute_stream()  # a copy that begins on another stream must wait for this one too
+        scheduler = self._scheduler
+        if scheduler.engine.device_type != "cpu":
+            scheduler.engine.compute_stream()  # a copy that begins on another stream must wait for this one too
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        handle = self._handle(tensor, nbytes, queue, on_open, origin)
-        handle.bytes_of = self._scheduler.ledger.hold(handle, nbytes)
-        reference: weakref.ref[Any] = weakref.ref(handle)
-        self._kept[storage_key(storage)] = reference
+        handle = self._handle(tensor, queue, on_open, origin)
+        share = handle.bytes_of = scheduler.ledger.hold(handle, nbytes)
+        scheduler.counters.kept_bytes += nbytes
+        self._kept[storage_key(storage)] = share
         if nbytes >= self._min_bytes:
-            self._candidates.append(reference)
+            self._candidates.append(share)
             if not is_planned:
                 self._note_longer()
-        is_longer = self._scheduler.window.most_ahead_bytes is not None
-        if self._owed or is_longer or self._scheduler.ledger.now_bytes > self._room_bytes:
+        is_longer = scheduler.window.most_ahead_bytes is not None
+        if self._owed or is_longer or scheduler.ledger.now_bytes > self._room_bytes:
             self.check()
         return handle
 
     def _handle(
         self,
         tensor: torch.Tensor,
-        nbytes: int,
         queue: PrefetchQueue,
-        on_open: Callable[[], None] | None,
-        origin: TensorOrigin | None,
+        on_open: Callable[[], None] | None = None,
+        origin: TensorOrigin | None = None,
     ) -> Spillable:
         handle = Spillable(tensor, on_open, None, origin)
         handle.scheduler = self._scheduler  # not the guard: a graph must not hold the model
-        handle.nbytes = nbytes
         handle.queue = queue.spilled or _spill_queue(queue)
         handle.sequence = next_sequence_number()
         return handle
@@ -283,12 +278,12 @@ class Guard:
         is needed: the worst moment may be in backward.
         """
         self._pay()
-        handle = self._handle(tensor, tensor.untyped_storage().nbytes(), queue, None, None)
+        handle, nbytes = self._handle(tensor, queue), tensor.untyped_storage().nbytes()
         handle.bytes_of = share
         self._candidates.append(weakref.ref(handle))
         if self._slack_bytes is not None:
-            self._unknown_bytes += handle.nbytes
-            self._owed.append((weakref.ref(handle), handle.nbytes))
+            self._unknown_bytes += nbytes
+            self._owed.append((weakref.ref(handle), nbytes))
         return handle
 
     def view(self, tensor: torch.Tensor, queue: PrefetchQueue, on_open: Callable[[], None] | None) -> Spillable | None:
@@ -300,7 +295,7 @@ class Guard:
         if first.spilled is not None and not first.is_of(tensor):
             return self.keep(tensor, queue, on_open)  # written since the storage was sent away: it is here again
         first.sequence = next_sequence_number()
-        further = self._handle(tensor, first.nbytes, queue, on_open, None)
+        further = self._handle(tensor, queue, on_open)
         first.add(further)
         return further
 
