@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_684,
+    "lines": 56_683,
     "files": 239,
     "classes": 443,
     "files that one other file imports": 33,

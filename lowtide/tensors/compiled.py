@@ -199,14 +199,15 @@ class ForwardPatch:
             self.weights.check_copied()
         if self._own_before is not None:
             return (_same, (self._own_before,))
-        return (_plain_forward, (self.module,))
+        return (plain_forward, (self.module,))
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _plain_forward(module: nn.Module) -> Callable:
+def plain_forward(module: nn.Module) -> Callable:
+    """Its own forward, where somebody has replaced that."""
     return types.MethodType(type(module).forward, module)
 
 
