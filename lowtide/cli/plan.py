@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
     settings = alternatives.settings_of(args, _kind(args)) if is_of_model else _run_file(args.run)
     if plan_cluster.is_cluster_requested(settings, args):
         return _run_cluster(settings, args)
-    _check_files(args)
+    check_writable(args.out)
+    if args.report is not None:
+        check_form(args.report)
+        check_writable(args.report, "--report")
     wanted = memory_with(settings, args.run or args.model, args)
     settings = dataclasses.replace(settings, memory=wanted)  # what is traced follows the budget: the loss in slices
     if is_of_model or args.largest is not None:
@@ -113,13 +116,6 @@ def _run_file(path: str) -> RunConfig:
     except ConfigError as error:
         hint = f"; a model's config.json is asked about with --model {path}" if path.endswith(".json") else ""
         raise ConfigError(f"{error}{hint}") from None
-
-
-def _check_files(args: argparse.Namespace) -> None:
-    check_writable(args.out)
-    if args.report is not None:
-        check_form(args.report)
-        check_writable(args.report, "--report")
 
 
 def _kind(args: argparse.Namespace) -> OptimizerKind:

@@ -45,7 +45,10 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     root = read_yaml(path)
     sections = read_sections(path, root) if has_sections(root) else None
     root = root if sections is None else _without_sections(root)
-    _check_names(root)
+    for entry in root.entries:  # a section that is not read is a mistake, most often in its name
+        if entry.key not in _OURS:
+            hint = did_you_mean(entry.key, (*_OURS, *SECTIONS)) or f"; known sections: {', '.join(_OURS)}"
+            raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
     file = load_tree(root, RunFile)
     entries = {entry.key: entry for entry in root.entries}
     key_places = {entry.key: entry.place for entry in entries["model"].node.entries}
@@ -71,14 +74,6 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
         file.fail("train.engine", "'train.engine' needs a 'memory' section; add one or remove the key")
     output_dir = train.output_dir or Path("runs") / Path(path).stem
     return RunConfig(**vars(file) | {"model": model}, sections=sections, output_dir=output_dir)
-
-
-def _check_names(root: RawValue) -> None:
-    """A section that is not read is a mistake, most often in its name."""
-    for entry in root.entries:
-        if entry.key not in _OURS:
-            hint = did_you_mean(entry.key, (*_OURS, *SECTIONS)) or f"; known sections: {', '.join(_OURS)}"
-            raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
 
 
 def _without_sections(root: RawValue) -> RawValue:

@@ -216,12 +216,10 @@ def changes_of(run: RunConfig, hardware: Hardware, traced: Profile) -> Iterator[
         yield Change(
             text=f"parallel: {{shard: fsdp2, data: {ranks}}}, without its network",
             helps=frozenset(state),
-            profile=lambda ranks=ranks: _sharded(run, traced, ranks),  # type: ignore[misc]
+            profile=lambda ranks=ranks: sharded_profile(  # type: ignore[misc]
+                traced, layer_bytes(run, traced.layers), sharding_of(run, ranks)
+            ),
         )
-
-
-def _sharded(run: RunConfig, whole: Profile, ranks: int) -> Profile:
-    return sharded_profile(whole, layer_bytes(run, whole.layers), sharding_of(run, ranks))
 
 
 def sharding_of(run: RunConfig, ranks: int, replicas: int = 1) -> Sharding:

@@ -164,15 +164,15 @@ class HeadInBlocks:
     @property
     def is_waiting(self) -> bool:
         """Whether the head's input of this forward pass waits for the loss."""
-        return self._forward.output is not None
+        return self._forward.node is not None
 
     def loss_of(self, logits: torch.Tensor) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
         """The loss of the head's input, by target, and that input by rows. `logits` are those of no rows that the loss
         was called with."""
-        hidden, output = self._forward.hidden, self._forward.output
-        assert hidden is not None and output is not None
-        steps, rows = _steps_between(output, logits), hidden.reshape(-1, hidden.shape[-1])
-        self._forward.hidden = self._forward.output = None
+        hidden, node = self._forward.hidden, self._forward.node
+        assert hidden is not None
+        steps, rows = _steps_between(node, logits), hidden.reshape(-1, hidden.shape[-1])
+        self._forward.hidden = self._forward.node = None
 
         def loss_of(target: torch.Tensor, **how: Any) -> torch.Tensor:
             if len(target) != len(rows):
@@ -196,7 +196,7 @@ class HeadInBlocks:
         if self._signature is None:
             return
         is_left = self.is_waiting
-        self._forward.is_open, self._forward.hidden, self._forward.output = False, None, None
+        self._forward.is_open, self._forward.hidden, self._forward.node = False, None, None
         if is_left and output is not None:
             raise ConfigError(
                 f"memory.loss: rows: {type(owner).__name__} was given labels and has not called its loss_function with "
@@ -215,12 +215,18 @@ class HeadInBlocks:
                 "memory.loss: rows: torch.func, forward-mode derivatives and hidden states that are spread over ranks "
                 "are not covered; write loss: sliced"
             )
-        self._forward.hidden = hidden
-        return (hidden[..., :0, :],)
+        self._forward.hidden, self._forward.without_rows = hidden, hidden[..., :0, :]
+        return (self._forward.without_rows,)
 
     def _see(self, head: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        if self._signature is not None and self._forward.hidden is not None:
-            self._forward.output = output
+        if self._signature is None or self._forward.hidden is None:
+            return
+        if args[0] is not self._forward.without_rows:
+            raise ConfigError(
+                "memory.loss: rows: a hook of the head changes what it is given, and was put on after lowtide's, or is "
+                "one of backward; put it on before lowtide.apply, or write loss: sliced"
+            )
+        self._forward.node = output.grad_fn
 
 
 class _Forward(threading.local):
@@ -230,15 +236,17 @@ class _Forward(threading.local):
     """Whether it has labels, and there is to be a gradient."""
     hidden: torch.Tensor | None = None
     """What the head was given, where it is more than one block, until the loss."""
-    output: torch.Tensor | None = None
-    """What the head gave for no rows."""
+    without_rows: torch.Tensor | None = None
+    """What it was given instead."""
+    node: Any = None
+    """Of what the head gave for no rows, in autograd's graph. That may be written to after it."""
 
 
-def _steps_between(output: torch.Tensor, logits: torch.Tensor) -> tuple[Step, ...]:
-    """What a model does between its head's output and its loss, which must work on each number by itself."""
+def _steps_between(head: Any, logits: torch.Tensor) -> tuple[Step, ...]:
+    """What a model does between the node of its head and its loss, which must work on each number by itself."""
     steps: list[Step] = []
     node = logits.grad_fn
-    while node is not output.grad_fn:
+    while node is not head:
         before = [] if node is None else [each for each, _ in node.next_functions if each is not None]
         name = "nothing that autograd sees" if node is None else node.name()
         is_upcast = name == "ToCopyBackward0" and not steps and logits.dtype is torch.float32

@@ -25,7 +25,7 @@ from lowtide.loss.cross_entropy import (
     whole_cross_entropy,
 )
 from lowtide.loss.head import head_cross_entropy, why_not_in_blocks
-from lowtide.tensors.private import FakeTensor
+from lowtide.tensors.private import FakeTensor, are_transforms_active, has_hooks, is_forward_mode
 from lowtide.tensors.wrappers import is_distributed
 
 _CALL = "lowtide.cross_entropy"
@@ -67,17 +67,23 @@ def cross_entropy(
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise wrong_argument(_CALL, "ignore_index", "a whole number", ignore_index)
     check(logits, labels, reduction)
-    _check_factors(label_smoothing, z_loss)
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(f"lowtide.cross_entropy: label_smoothing must be between 0 and 1, not {label_smoothing}")
+    if not 0 <= z_loss < float("inf"):
+        raise ConfigError(f"lowtide.cross_entropy: z_loss must be 0 or more, not {z_loss}")
     is_whole = weight is not None or bool(label_smoothing) or bool(z_loss) or is_distributed(logits)
     if head is not None or rows is not None:
-        if is_whole:
+        if is_whole or are_transforms_active() or is_forward_mode():
             raise ConfigError(
-                "lowtide.cross_entropy: a weight of classes, label_smoothing, z_loss and words that are spread over "
-                "ranks are not covered in blocks of rows; leave head and rows out"
+                "lowtide.cross_entropy: a weight of classes, label_smoothing, z_loss, words that are spread over "
+                "ranks, torch.func and forward-mode derivatives are not covered in blocks of rows; leave head and rows "
+                "out"
             )
         linear, num_rows = _blocks(head, rows)
         in_blocks: dict[str, Any] = {"rows": num_rows, "ignore_index": ignore_index, "reduction": reduction}
-        return head_cross_entropy(logits, linear, labels, upcast=upcast, **in_blocks)
+        if len(logits):
+            return head_cross_entropy(logits, linear, labels, upcast=upcast, **in_blocks)
+        logits = linear(logits)  # no rows, no blocks
     upcast = upcast or torch.is_autocast_enabled(logits.device.type)
     how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
     if is_whole or not _is_covered(logits, labels, upcast):
@@ -85,14 +91,6 @@ def cross_entropy(
         how |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
         return whole_cross_entropy(whole, labels, weight=weight, **how)
     return sliced_cross_entropy(logits, labels, upcast=upcast, **how)
-
-
-def _check_factors(label_smoothing: float, z_loss: float) -> None:
-    """Raises `ConfigError` for factors that are none."""
-    if not 0 <= label_smoothing <= 1:
-        raise ConfigError(f"lowtide.cross_entropy: label_smoothing must be between 0 and 1, not {label_smoothing}")
-    if not 0 <= z_loss < float("inf"):
-        raise ConfigError(f"lowtide.cross_entropy: z_loss must be 0 or more, not {z_loss}")
 
 
 def _blocks(head: torch.nn.Linear | None, rows: int | None) -> tuple[torch.nn.Linear, int]:
@@ -106,7 +104,7 @@ def _blocks(head: torch.nn.Linear | None, rows: int | None) -> tuple[torch.nn.Li
         raise wrong_argument(_CALL, "rows", "a whole number", rows)
     if rows < 1:
         raise ConfigError(f"lowtide.cross_entropy: rows must be 1 or more, not {rows}")
-    if reason := why_not_in_blocks(head):
+    if reason := why_not_in_blocks(head) or ("the head has hooks, which would not run" if has_hooks(head) else ""):
         raise ConfigError(f"lowtide.cross_entropy: this cannot be taken in blocks of rows: {reason}")
     return head, rows
 

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import types
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,7 +48,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.core.rules import Pattern
 from lowtide.errors import ConfigError
 from lowtide.loss.blocks import RowsApart, RowWise, name_at_once
-from lowtide.tensors.compiled import has_compiled
+from lowtide.tensors.compiled import has_compiled, plain_forward
 from lowtide.tensors.kinds import CACHE_NAMES, num_cached, tensors_in
 from lowtide.tensors.private import (
     FakeTensor,
@@ -186,7 +185,9 @@ class _LayerInBlocks:
 
         def run_first(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
             parts = self._run(given, part, inputs, dict(zip(first, leaves, strict=True))).rows_given()
-            groups = zip(*(each.chunk(_num_groups(parts), 1) for each in parts), strict=True)
+            heads = [each.shape[1] for each in parts]  # each group has the same share of query, key and value
+            num_groups = next(count for count in range(_MOST_GROUPS, 0, -1) if not any(each % count for each in heads))
+            groups = zip(*(each.chunk(num_groups, 1) for each in parts), strict=True)
             return tuple(each for group in groups for each in group)
 
         def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
@@ -206,7 +207,7 @@ class _LayerInBlocks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model, or a file of it, has its own forward: nobody would ever take a copied one off."""
-        return _own_forward, (self._layer,)
+        return plain_forward, (self._layer,)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Without an empty cache of keys and values, which models in training are given by default."""
@@ -243,7 +244,11 @@ class _LayerInBlocks:
         try:
             with torch.no_grad(), torch.autocast(device, **cast, cache_enabled=False):  # type: ignore[arg-type]
                 if is_new and is_fake and self.row_wise:
-                    self._trace_many(given, inputs)
+                    # Shapes show where rows talk. Whoever records the trace does not see it.
+                    fake: Any = inputs[0]
+                    with disable_current_modes(), fake.fake_mode, RowsApart(partial(_refusal, self._name)):
+                        many = [each.new_empty(RowsApart.num_rows, *each.shape[1:]) for each in inputs]
+                        self._look_at(given, many, slice(0, RowsApart.num_rows))
                 rows = [each[:_NUM_TRIED] if is_fake else each[:_NUM_TRIED].clone() for each in inputs]
                 seen = self._look_at(given, rows, slice(0, len(rows[0])))
                 if not is_fake and not seen[0].needing | seen[1].needing <= set(map(id, self._body.parameters())):
@@ -259,12 +264,6 @@ class _LayerInBlocks:
             raise _refusal(self._name, text) from error
         self._tried.add(kind)
         return seen
-
-    def _trace_many(self, given: _Given, inputs: Any) -> None:
-        """Raises `ConfigError` where shapes show that rows talk. Whoever records the trace does not see it."""
-        with disable_current_modes(), inputs[0].fake_mode, RowsApart(partial(_refusal, self._name)):
-            many = [each.new_empty(RowsApart.num_rows, *each.shape[1:]) for each in inputs]
-            self._look_at(given, many, slice(0, RowsApart.num_rows))
 
     def _try(self, given: _Given, inputs: list[torch.Tensor], rows: list[torch.Tensor], seen: _Looked) -> None:
         """Raises `ConfigError` where another run of a few rows, or a run of a whole block, shows that rows talk."""
@@ -305,6 +304,8 @@ class _LayerInBlocks:
             after = self._run(given, part, rows, {}, made.reshape(-1, heads, width))
             if before.setting.get("attn_mask") is not None:
                 raise _refusal(self._name, "its attention has a mask")
+            if share := before.setting.get("dropout_p"):
+                raise _refusal(self._name, f"its attention drops out at random (p = {share})")
         results += given.rows_of(after.result, len(rows[0]))
         return before, after, results
 
@@ -413,8 +414,10 @@ class _Seam(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
-            if func is F.dropout and (share := _dropped_by(args, kwargs)) is not None:
-                raise _refusal(self._name, f"it drops out at random (p = {share})")
+            if func is F.dropout:
+                how = {"p": 0.5, "training": True, **dict(zip(("", "p", "training"), args, strict=False)), **kwargs}
+                if how["p"] and how["training"]:
+                    raise _refusal(self._name, f"it drops out at random (p = {how['p']})")
             if func in _SOFTMAX and not self._may_be_own:
                 raise _refusal(
                     self._name, "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
@@ -447,12 +450,6 @@ _Looked = tuple[_Seam, _Seam, list[torch.Tensor]]
 attention was given, and what the layer gave."""
 
 
-def _dropped_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """The share that a call of `dropout` drops; None where it drops nothing."""
-    named = {"p": 0.5, "training": True, **dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
-    return named["p"] if named["p"] and named["training"] else None
-
-
 def _without_rows(tensor: torch.Tensor) -> str:
     return f"of shape {tuple(tensor.shape)}, which has no row for each token"
 
@@ -467,12 +464,6 @@ def _attend(lead: torch.Size, parts: list[torch.Tensor], setting: dict[str, Any]
     return rows
 
 
-def _num_groups(parts: tuple[torch.Tensor, ...]) -> int:
-    """Of heads: each group has the same share of query, key and value, which are rows x heads x width."""
-    heads = [each.shape[1] for each in parts]
-    return next(count for count in range(_MOST_GROUPS, 0, -1) if not any(each % count for each in heads))
-
-
 def _nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are the same but for roundings."""
     if same_bytes(one, other):
@@ -481,7 +472,3 @@ def _nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
     limit = float(largest) * _ROUNDINGS * torch.finfo(one.dtype).eps
     is_close = torch.isclose(one.double(), other.double(), rtol=0.0, atol=limit, equal_nan=True)
     return float((~is_close).double().mean()) <= _SHARE_THAT_DIFFERS
-
-
-def _own_forward(layer: Any) -> Any:
-    return types.MethodType(type(layer).forward, layer)

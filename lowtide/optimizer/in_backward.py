@@ -167,8 +167,8 @@ class InBackward:
         self._complete: StateBucket | None = None
         """The bucket that steps when the next gradient comes."""
         self._loose: dict[torch.Tensor, int] = {}
-        """Parameters without a bucket whose gradient came, in that order, less than a bucket of them; and the bytes of
-        their state."""
+        """Parameters without a bucket whose gradient came, in that order, less than a bucket of them; and
+        `step_bytes_of` each."""
         self._last_order: dict[StateBucket, int] = {}
         """Buckets in the order in which they stepped in the step before, and their places in it."""
         self._had_gradient: set[torch.Tensor] = set()
@@ -256,7 +256,7 @@ class InBackward:
     def _at_the_end(self) -> None:
         """A backward pass is over, and so are the hooks of others on its gradients."""
         left = ((p, p.grad) for p in self._arrived - self._step.stepped)
-        self._step.left |= {p: _left(gradient) for p, gradient in left if gradient is not None}
+        self._step.left |= {p: (g, version_of(g), _sample_of(g)) for p, g in left if g is not None}
 
     def _forget_arrivals(self) -> None:
         self._arrived.clear()
@@ -283,7 +283,7 @@ class InBackward:
     def _add_loose(self, parameter: torch.Tensor) -> None:
         store = self._stepper.store
         with self._shown.stepping():
-            nbytes = store.state_bytes_of(parameter)
+            nbytes = store.step_bytes_of(parameter)
         if self._loose and sum(self._loose.values()) + nbytes > store.bucket_bytes:
             loose, self._loose = [*self._loose], {}
             self._see_replaced()
@@ -344,7 +344,10 @@ class InBackward:
             return ""
         if hasattr(self._stepper.optimizer, "found_inf"):
             return "GradScaler unscales gradients when the optimizer steps"
-        if any(p.grad is not left[0] or _has_changed(left) for p, left in step.left.items()):
+        if any(
+            p.grad is not gradient or version_of(gradient) != version or not torch.equal(sample, _sample_of(gradient))
+            for p, (gradient, version, sample) in step.left.items()
+        ):
             return "gradients were changed between the backward pass and the step (clipping, GradScaler)"
         changed = step.run.snapshot.changed()
         return f"{changed} was changed between the backward pass and the step" if changed else ""
@@ -370,16 +373,6 @@ class InBackward:
 
 _LeftGradient = tuple[torch.Tensor, int, torch.Tensor]
 """A gradient as backward has left it for `step()`, its version then, and a sample of it."""
-
-
-def _left(gradient: torch.Tensor) -> _LeftGradient:
-    return gradient, version_of(gradient), _sample_of(gradient)
-
-
-def _has_changed(left: _LeftGradient) -> bool:
-    """Whether somebody has written to it since."""
-    gradient, version, sample = left
-    return version_of(gradient) != version or not torch.equal(sample, _sample_of(gradient))
 
 
 def _sample_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ class Parts:
 
     def _in_runs(self, parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """These parameters, cut where about a bucket of state is full."""
-        sizes = [self._store.state_bytes_of(parameter) for parameter in parameters]
+        sizes = [self._store.step_bytes_of(parameter) for parameter in parameters]
         return [parameters[run.start : run.stop] for run in runs(sizes, self._store.bucket_bytes)]
 
     def _sorted_out(

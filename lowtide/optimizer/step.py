@@ -124,7 +124,8 @@ class Stepper:
     def _step_part(self, run: StepRun, number: int) -> None:
         """Step one part; where it stops, say so and keep what can be kept."""
         holding = self.store.holding
-        with contextlib.nullcontext() if holding is None else holding(run.parts[number].parameters()):
+        stepped = (p for p in run.parts[number].parameters() if p.grad is not None)  # the first part shows idle groups
+        with contextlib.nullcontext() if holding is None else holding(stepped):
             while True:
                 self._step_one(run, number)
                 then = run.parts[number].then

@@ -98,14 +98,16 @@ class StateStore:
     def bucket_bytes(self) -> int:
         if self._bucket_bytes is None:
             total = sum(inside(p.detach()).nbytes for p in parameters_of(self.optimizer))
-            self._bucket_bytes = bucket_bytes_for(int(total * self.state_bytes_per_parameter_byte))
+            self._bucket_bytes = bucket_bytes_for(int(total * max(self.state_bytes_per_parameter_byte, 1.0)))
         return self._bucket_bytes
 
-    def state_bytes_of(self, parameter: torch.Tensor) -> int:
-        """Bytes of a parameter's state; what they may come to where it has none yet."""
+    def step_bytes_of(self, parameter: torch.Tensor) -> int:
+        """Bytes of a parameter's state, or what they may come to where it has none yet; but no less than its own, which
+        its gradient and the temporaries of its update have too."""
         values = entries_of(self.optimizer.state, parameter).values()
         found = sum(inside(v).nbytes for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided)
-        return found or int(inside(parameter.detach()).nbytes * self.state_bytes_per_parameter_byte)
+        own = inside(parameter.detach()).nbytes
+        return max(found or int(own * self.state_bytes_per_parameter_byte), own)
 
     def keep(self, parameters: set[torch.Tensor]) -> None:
         """Have the state of these stay on the device, and of no others that were asked to; these are still there."""
@@ -159,10 +161,10 @@ class StateStore:
             )
         for together in ([v for v in found if v[0][0] in apart], [v for v in found if v[0][0] not in apart]):
             sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in together]
+            least = [inside(values[0][0].detach()).nbytes for values in together]
             if sizes:
-                seen = sum(inside(values[0][0].detach()).nbytes for values in together)
-                self.state_bytes_per_parameter_byte = max(sum(sizes) / max(seen, 1), 0.01)
-            for run in runs(sizes, self.bucket_bytes):
+                self.state_bytes_per_parameter_byte = max(sum(sizes) / max(sum(least), 1), 0.01)
+            for run in runs([*map(max, sizes, least)], self.bucket_bytes):
                 self._make_bucket([value for values in together[run.start : run.stop] for value in values], anywhere)
         for bucket in old.values():
             self.transfers.free(bucket)

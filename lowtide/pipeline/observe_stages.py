@@ -101,7 +101,10 @@ def with_rows_of_all(
 ) -> dict[int, StageChunk]:
     """The same chunks, with room for the rows of every micro-batch. Collective, where any stage exchanges rows. Raises
     ConfigError where they cannot be told from those of the one that was observed."""
-    most = {stage: _forward_rows(chunk) for stage, chunk in chunks.items()}
+    most = {
+        stage: [(e.num_sent, e.num_received) for e in chunk.exchanges if e.start < chunk.profile.num_forward_ops]
+        for stage, chunk in chunks.items()
+    }
     with pipeline.ending_all("the rows of all micro-batches"):
         for number in range(pipeline.schedule.num_micro_batches):
             _through(pipeline, inputs, number, functools.partial(_count, pipeline, most))
@@ -205,12 +208,6 @@ class _Place(torch.autograd.Function):
 def _watch(pipeline: Pipeline) -> ExchangeWatch:
     overlap = getattr(pipeline.run_pair, "__self__", None)
     return ExchangeWatch(overlap.start if isinstance(overlap, Overlap) else start_on_group)
-
-
-def _forward_rows(chunk: StageChunk) -> Rows:
-    return [
-        (each.num_sent, each.num_received) for each in chunk.exchanges if each.start < chunk.profile.num_forward_ops
-    ]
 
 
 def _count(pipeline: Pipeline, most: dict[int, Rows], stage: int, args: tuple, kwargs: dict[str, Any]) -> Tensors:

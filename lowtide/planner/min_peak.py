@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,8 +97,10 @@ def quick_floor(arrays: StepArrays, host_bytes: int | None) -> tuple[int, Fates,
     fates = _all(arrays, (Fate.SWAP, Fate.RECOMPUTE, Fate.KEEP))
     evaluator = Evaluator(arrays, Link(out_bytes_per_second=1.0, in_bytes_per_second=1.0), 0, host_bytes)
     missing, peak_bytes = evaluator.excess(fates)
+    # Or it may be made from its smaller form, for which it is there as long as for a copy, and in no other way.
     is_proven = not missing and all(
-        Fate.SWAP in item.fates and (item.dies > item.saved or _is_only_stored(items, item))
+        Fate.SWAP in item.fates
+        and (item.dies > item.saved or (item.form is not None and Fate.RECOMPUTE not in items[item.form].fates))
         for item in items
         if item.reads and item.dies < item.reads[0]
     )
@@ -113,11 +114,6 @@ def least_peak(arrays: StepArrays) -> int:
         curve[item.born : item.dies] += item.nbytes
         curve[[read for read in item.reads if read >= item.dies]] += item.nbytes
     return int(curve.max())
-
-
-def _is_only_stored(items: Sequence[Item], item: Item) -> bool:
-    """It may be made from its smaller form, for which it is there as long as for a copy, and in no other way."""
-    return item.form is not None and Fate.RECOMPUTE not in items[item.form].fates
 
 
 _ORDERS = ((Fate.RECOMPUTE, Fate.SWAP, Fate.KEEP), (Fate.KEEP, Fate.RECOMPUTE, Fate.SWAP))

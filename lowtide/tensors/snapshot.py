@@ -134,6 +134,7 @@ _MODULE_DEPTH = 2
 _LOCKS = ("lock", "RLock", "Condition", "Thread", "Event", "Semaphore", "BoundedSemaphore", "SimpleQueue")
 # Beside these, another thread is at work.
 _WORKERS = ("Condition", "Thread", "SimpleQueue", "ThreadPoolExecutor", "ProcessPoolExecutor")
+_DESCRIPTORS = types.MemberDescriptorType | types.GetSetDescriptorType | types.WrapperDescriptorType
 _RUN = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})
 """Methods that run without being named in the code that was walked; and those with two underscores."""
 
@@ -393,7 +394,9 @@ class _StateWalk:
         elif issubclass(kind, Enum | torch.optim.Optimizer) and not self._called:
             return None
         is_familiar = self._called and f"{kind.__module__}.".startswith(_FAMILIAR)
-        if (kind.__module__.partition(".")[0] in _FOREIGN and not is_familiar) or not _has_attributes(kind):
+        if (kind.__module__.partition(".")[0] in _FOREIGN and not is_familiar) or not (
+            kind.__dictoffset__ != 0 or any(vars(owner).get("__slots__") for owner in kind.__mro__)
+        ):
             return None
         return self._object
 
@@ -521,7 +524,7 @@ class _StateWalk:
                 for function in functions:
                     self._class_function(function, key, Name(within, key))
                 is_callable = isinstance(value, type) if self._called else callable(value)
-                if not (key.startswith("__") or functions or is_callable or _is_descriptor(value)):
+                if not (key.startswith("__") or functions or is_callable or isinstance(value, _DESCRIPTORS)):
                     self.records.append(Held.of_class(owner, key, Name(within, key)))
                     self.add(value, Name(within, key), 1)
 
@@ -621,10 +624,6 @@ def _put(record: Any, value: Any) -> None:
     record.put(value)
 
 
-def _has_attributes(kind: type) -> bool:
-    return kind.__dictoffset__ != 0 or any(vars(owner).get("__slots__") for owner in kind.__mro__)
-
-
 def is_iterator(value: Any) -> bool:
     """Whether it moves on by itself; where a file stands can be read."""
     return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
@@ -638,10 +637,6 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
         return [each for each in (value.fget, value.fset) if isinstance(each, types.FunctionType)]
     wrapped = getattr(value, "func", None) if isinstance(value, functools.cached_property) else value
     return [wrapped] if isinstance(wrapped, types.FunctionType) else []
-
-
-def _is_descriptor(value: Any) -> bool:
-    return isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType | types.WrapperDescriptorType)
 
 
 def names_in(code: types.CodeType) -> set[str]:

@@ -8,7 +8,8 @@ Why the parameters stay the objects that they are: an optimizer that was made be
 another device cannot be given memory by `.data`; `torch.utils.swap_tensors` exchanges what the two objects are.
 
 Checked before anything is touched: every parameter, and every buffer that has no memory yet, has a tensor of its shape
-in the folder under one of its names. Types may differ: values are cast as `load_state_dict` does.
+in the folder under one of its names, the same under all of them. Types may differ (values are cast as `load_state_dict`
+does), but for those of quantized checkpoints.
 Cost: the header of a file is read again for each tensor (0.1 ms for a small one), so that no file stays mapped.
 Not covered: checkpoints whose names are not those of the model; hooks that hang on parameters before their bytes come.
 """
@@ -29,12 +30,13 @@ from torch import nn
 from lowtide.core.log import LOG
 from lowtide.core.text_table import first_few
 from lowtide.errors import ConfigError
-from lowtide.tensors.view import Shape, nan_in_place_of
+from lowtide.tensors.view import Shape, nan_in_place_of, same_bytes
 from lowtide.units import format_bytes
 
 _INDEX = "model.safetensors.index.json"
 _SECONDS_BETWEEN_LINES = 5.0
 _MOST_NAMED = 3
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> None:
@@ -92,7 +94,7 @@ class Incoming:
     def take(self, tensor: torch.Tensor) -> None:
         """Give a parameter or buffer its bytes on the device."""
         own = self._before.pop(tensor, tensor)
-        value = own.detach() if not own.is_meta else self._read(tensor)
+        value = own.detach() if not own.is_meta else self._read(self._names_in_folder(tensor)[0])
         with torch.no_grad():
             memory = torch.empty_strided(own.size(), own.stride(), dtype=own.dtype, device=self.device).copy_(value)
         _exchange(tensor, memory)
@@ -117,7 +119,7 @@ class Incoming:
     def _check(self) -> None:
         if self._folder is None:
             return
-        missing = [tensor for tensor in self._left if tensor.is_meta and self._name_in_folder(tensor) is None]
+        missing = [tensor for tensor in self._left if tensor.is_meta and not self._names_in_folder(tensor)]
         buffers = [self._names[tensor][0] for tensor in missing if not isinstance(tensor, nn.Parameter)]
         if buffers:
             raise ConfigError(
@@ -130,20 +132,29 @@ class Incoming:
                 f"names begin with {_some(sorted(self._place_of))}"
             )
         for tensor in self._left:
-            name = self._name_in_folder(tensor) if tensor.is_meta else None
-            file, shape = (None, tensor.size()) if name is None else self._place_of[name]
-            if shape != tensor.size():
-                raise ConfigError(
-                    f"{self.call}: '{name}' is {tuple(shape)} in {file}, and {tuple(tensor.size())} in the model; give "
-                    "the folder of this model's checkpoint"
-                )
+            names = self._names_in_folder(tensor) if tensor.is_meta else []
+            for name in names:
+                file, shape, kind = self._place_of[name]
+                if shape != tensor.size():
+                    raise ConfigError(
+                        f"{self.call}: '{name}' is {tuple(shape)} in {file}, and {tuple(tensor.size())} in the model; "
+                        "give the folder of this model's checkpoint"
+                    )
+                if tensor.is_floating_point() and tensor.element_size() > 1 and kind not in _FLOATS:
+                    raise ConfigError(
+                        f"{self.call}: '{name}' is {kind} in {file}, and {tensor.dtype} in the model; if this is "
+                        "quantized, give the folder of a checkpoint that is not"
+                    )
+                if name != names[0] and not same_bytes(self._read(names[0]), self._read(name)):
+                    raise ConfigError(
+                        f"{self.call}: '{names[0]}' and '{name}' are one tensor in the model, and not the same in "
+                        f"{self._folder}; build the model without tying them (tie_word_embeddings=False)"
+                    )
 
-    def _name_in_folder(self, tensor: torch.Tensor) -> str | None:
-        return next((name for name in self._names[tensor] if name in self._place_of), None)
+    def _names_in_folder(self, tensor: torch.Tensor) -> list[str]:
+        return [name for name in self._names[tensor] if name in self._place_of]
 
-    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
-        name = self._name_in_folder(tensor)
-        assert name is not None
+    def _read(self, name: str) -> torch.Tensor:
         with _opened(self._place_of[name][0]) as file:
             return file.get_tensor(name)
 
@@ -173,18 +184,18 @@ def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _device(call: str, device: Any) -> torch.device:
     try:
         found = torch.device(device)
+        if found.index is None and found.type not in ("cpu", "meta"):
+            found = torch.device(found.type, torch.accelerator.current_device_index())
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"{call}: device: {str(error).splitlines()[0]}") from error
-    if found.index is None and found.type not in ("cpu", "meta"):
-        found = torch.device(found.type, torch.accelerator.current_device_index())
     if found.type == "meta":
         raise ConfigError(f"{call}: device 'meta' has no memory; give the device to train on")
     return found
 
 
-def _tensors_in(call: str, folder: Path) -> dict[str, tuple[Path, torch.Size]]:
-    """The file and the size of each tensor in a folder. Raises ConfigError for a folder without any, or with a part
-    missing."""
+def _tensors_in(call: str, folder: Path) -> dict[str, tuple[Path, torch.Size, str]]:
+    """The file, the size and the type of each tensor in a folder. Raises ConfigError for a folder without any, or with
+    a part missing."""
     index, files = folder / _INDEX, {*folder.glob("*.safetensors")}
     if index.is_file():
         try:
@@ -196,11 +207,12 @@ def _tensors_in(call: str, folder: Path) -> dict[str, tuple[Path, torch.Size]]:
         lost = sorted(str(file) for file in files if not file.is_file())
         if lost:
             raise ConfigError(f"{call}: {index} names {_some(lost)}, which is not there; download it again")
-    place_of: dict[str, tuple[Path, torch.Size]] = {}
+    place_of: dict[str, tuple[Path, torch.Size, str]] = {}
     for path in sorted(files):
         with _opened(path) as file:
-            names = file.keys()
-            place_of |= {name: (path, torch.Size(file.get_slice(name).get_shape())) for name in names}
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                place_of[name] = path, torch.Size(part.get_shape()), part.get_dtype()
     if not place_of:
         raise ConfigError(f"{call}: {folder} has no safetensors files with tensors; give the folder of a checkpoint")
     return place_of

@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -183,6 +184,7 @@ class Forwards:
         self._model = model
         self._parts = parts
         self._looks_left = _MOST_LOOKS
+        self._took_turns = False
         self._said: set[str] = set()
         self._current: MicroBatch | None = None
         """The one whose forward runs now."""
@@ -201,7 +203,8 @@ class Forwards:
         modes, num = Modes(), len(calls)
         is_bare = modes.is_still(modes) and top_saved_tensors_hooks() is None
         try:
-            if self.is_by_layer and is_bare and num > 1:
+            self._took_turns = self.is_by_layer and is_bare and num > 1
+            if self._took_turns:
                 self._run_by_layer(calls, batches)
                 return
             for number, call in enumerate(calls, 1):
@@ -243,6 +246,14 @@ class Forwards:
         if why and not self._looks_left:
             self._say(f"one changes {why}")
 
+    def see_cast(self, weight: str) -> None:
+        """Of forwards that have run: what `check` returned."""
+        if weight and self._took_turns:
+            self._refuse(f"the cast of {weight} (used twice around layers)")
+        if weight:
+            self.is_by_layer = False
+            self._say(f"one uses the cast of {weight} twice around layers")
+
     def _run_by_layer(self, calls: Sequence[Callable[[], Any]], batches: list[MicroBatch]) -> None:
         """Each on a thread, which hands over where a layer begins. An error of one ends all, and is raised."""
         baton, before = Baton(*range(len(calls))), _Surroundings(self._model, self._parts)
@@ -265,13 +276,12 @@ class Forwards:
 
     def _take_turns(self, baton: Baton, before: _Surroundings, number: int, parts: Collection[str]) -> None:
         self._refuse(before.changed(parts))
-        torch.clear_autocast_cache()  # all threads share it, and each casts for itself
+        torch.clear_autocast_cache()  # all threads share it, and each may cast to a dtype of its own
         baton.pass_on(number)
 
     def _run_and_look(self, before: _Surroundings, call: Callable[[], Any], batch: MicroBatch, number: int) -> None:
         self._run(call, batch, number)
         self._refuse(before.changed())
-        torch.clear_autocast_cache()
 
     def _refuse(self, changed: str) -> None:
         if changed:
@@ -388,13 +398,19 @@ def _send(joints: list[_Joint]) -> None:
         torch.autograd.backward([j.tensor for j in arrived], [j.gradient for j in arrived])
 
 
-def check(batches: Sequence[MicroBatch], names: dict[torch.Tensor, str]) -> None:
-    """Raise `ConfigError` for graphs whose pieces would form other sums than plain's. `names`: of parameters."""
+def check(
+    batches: Sequence[MicroBatch], names: dict[torch.Tensor, str], parts: Mapping[str, Collection[torch.Tensor]]
+) -> str:
+    """Raise `ConfigError` for graphs whose pieces would form other sums than plain's, or keep gradients of all layers.
+    `names`: of parameters. `parts`: of the model, what of each comes and goes. Returns the name
+    of one that a piece around layers takes through a cast more than once: plain may have added up gradients before it,
+    and what autocast has cast does not outlive a turn; empty where there is none."""
     first = [run.name for run in batches[0].runs]
     repeated = next((name for name in first if first.count(name) > 1), None)
     if repeated is not None:
         raise ConfigError(f"{_CALL}: '{repeated}' runs more than once in a forward; {_ONE_BY_ONE}")
     owners: dict[Any, tuple[str, int]] = {}
+    casts: Counter[tuple[Any, int]] = Counter()
     for number, batch in enumerate(batches, 1):
         if [run.name for run in batch.runs] != first:
             raise ConfigError(f"{_CALL}: micro-batch {number} runs other layers than the first one; {_ONE_BY_ONE}")
@@ -405,7 +421,16 @@ def check(batches: Sequence[MicroBatch], names: dict[torch.Tensor, str]) -> None
                     f"{_ONE_BY_ONE}"
                 )
         for piece, roots in batch.pieces():
-            _own(roots, (piece, number), owners, names)
+            _own(roots, (piece, number), owners, names, casts)
+    for part, weights in parts.items():
+        for weight in weights:
+            piece, _ = owners.get(weight, (f"'{part}'", 0))
+            if piece != f"'{part}'" and weight not in parts.get(piece.strip("'"), ()):
+                raise ConfigError(
+                    f"{_CALL}: '{names[weight]}' is used by {piece}, and it is there for '{part}', all of whose "
+                    f"results must be tensors, or tuples, lists or dicts of them; {_ONE_BY_ONE}"
+                )
+    return next((_named(leaf, names) for (leaf, _), count in casts.items() if count > 1), "")
 
 
 def check_unwritten(before: Mapping[Any, torch.Tensor | None], after: Mapping[Any, torch.Tensor | None]) -> None:
@@ -425,10 +450,12 @@ def _own(
     piece: tuple[str, int],
     owners: dict[Any, tuple[str, int]],
     names: dict[torch.Tensor, str],
+    casts: Counter[tuple[Any, int]],
 ) -> None:
     """Note for each node of the graph from these roots on, up to a cut, and for each weight, that it is of `piece`, of
     a micro-batch with that number. Raises `ConfigError` for what is of another piece already. The same piece of several
-    micro-batches may share weights, and casts of them, which each goes through by itself; but no cut."""
+    micro-batches may share weights, and casts of them, which each goes through by itself; but no cut. `casts`: how
+    often a micro-batch takes a weight through a cast around layers."""
     pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
     while pending:
         node = pending.pop()
@@ -436,6 +463,10 @@ def _own(
             node = node.variable
         if node is None:
             continue
+        is_cast = type(node).__name__ == "ToCopyBackward0" and not piece[0].startswith("'")
+        leaf = getattr(node.next_functions[0][0], "variable", None) if is_cast else None
+        if leaf is not None:
+            casts[leaf, piece[1]] += 1
         owner = owners.get(node, piece)
         is_joint = isinstance(getattr(node, "joint", None), _Joint)
         if owner[0] != piece[0] or (is_joint and owner != piece):

@@ -91,6 +91,8 @@ class Movable:
     """It is dropped once it has left."""
     total: torch.Tensor | None = None
     """The sum of its bytes when they arrived."""
+    num_assigned: int = 0
+    """How often somebody else has put other memory in its place."""
 
     def __post_init__(self) -> None:
         self.nbytes = self.parameter.nbytes
@@ -118,7 +120,9 @@ class Movable:
 
 
 def _shows(tensor: torch.Tensor | None, storage: torch.UntypedStorage | None) -> bool:
-    return tensor is not None and storage is not None and storage_key(tensor.untyped_storage()) == storage_key(storage)
+    if tensor is None or storage is None or tensor.layout is not torch.strided:
+        return False
+    return storage_key(tensor.untyped_storage()) == storage_key(storage)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -247,6 +251,7 @@ class WeightMoves:
             return tensor is not None
         if not self._is_alike(item):
             return False
+        item.num_assigned += 1
         with quiet():
             shape, storage = Shape.of(tensor), tensor.untyped_storage()
             # Of a gradient that autograd has made, it holds parts itself.
@@ -513,6 +518,8 @@ class WeightMoves:
             self._drop(item)
         elif self.send(item):
             item.should_go = True
+        elif not item.is_here:  # gone, or not ours any more
+            self._forget(item)
 
     def _has_same_sum(self, item: Movable) -> bool:
         """Whether the buffer has what the slot has, also if somebody wrote to it through `.data`."""
@@ -596,9 +603,13 @@ class WeightMoves:
             for item in [each for each in self._here if each not in self.order.staying]:
                 self._arrive(item)
                 self.leave(item)
-                if item.leaving is None and not item.is_here:  # gone, or not ours any more
-                    self._forget(item)
             self.retire(True)
+
+    def keep_to_window(self) -> None:
+        """More is there than room was made for: send away what is needed last, waiting where that is too much."""
+        with self.lock, quiet():
+            self.retire(False)
+            self._make_room(0, set())
 
     def free(self, item: Movable) -> None:
         """Give the item's place back, unless somebody has kept what shows it, as its tensor may do itself."""

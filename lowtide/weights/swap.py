@@ -114,6 +114,8 @@ class _Stay(NamedTuple):
     moves: WeightMoves
     item: Movable
     unit: _Unit
+    num_assigned: int | None
+    """Of the item then; None where plain autograd would take what the weight shows in backward, too."""
 
     def read(self) -> torch.UntypedStorage:
         """Its bytes on the device, fetched if need be."""
@@ -124,6 +126,11 @@ class _Stay(NamedTuple):
             self.unit.begin_backward(self.moves)
             if not item.is_here:
                 self.moves.bring([item])
+            if self.num_assigned not in (None, item.num_assigned):
+                raise RuntimeError(
+                    f"lowtide: {item.name} was given other memory (.data = ...) between a forward and its backward, "
+                    "which reads what was there before; assign it before the forward, or write in place (copy_)"
+                )
             return item.parameter.untyped_storage() if item.buffer is None else item.buffer
 
 
@@ -313,14 +320,6 @@ def _sizes(
     return window, bucket or None, staying
 
 
-def _forget_aliases(model: nn.Module) -> None:
-    """After `torch.func.functional_call` a recurrent module keeps aliases of other tensors until its next forward."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            own, pairs = own_parameters(module), zip(flat_names(module), flat_weights(module), strict=True)
-            set_flat_weights(module, [own.get(name, alias) for name, alias in pairs])
-
-
 class WeightSwap:
     """The handle of one model. Made by `swap_weights`."""
 
@@ -431,7 +430,10 @@ class WeightSwap:
         moves = self._moves
         with moves.lock:
             moves.order.staying = frozenset()
-            _forget_aliases(self.model)
+            # After `torch.func.functional_call` a recurrent module keeps aliases of others until its next forward.
+            for module in (each for each in self.model.modules() if isinstance(each, nn.RNNBase)):
+                own, pairs = own_parameters(module), zip(flat_names(module), flat_weights(module), strict=True)
+                set_flat_weights(module, [own.get(name, alias) for name, alias in pairs])
             moves.hide_all()
             if self.optimizer_swap is not None:
                 self.optimizer_swap.detach()
@@ -563,7 +565,9 @@ class WeightSwap:
         try:
             self._run_forwards(losses, batches)
             results = [batch.loss.detach() for batch in batches if batch.loss is not None]
-            check_pieces(batches, {parameter: name for name, parameter in self.model.named_parameters()})
+            parts = {unit.name: dict.fromkeys(item.parameter for item in unit.items) for unit in self._units}
+            names = dict[torch.Tensor, str](zip(self.model.parameters(), dict(self.model.named_parameters())))
+            self._forwards.see_cast(check_pieces(batches, names, parts))
             self._moves.order.gathers = True
             run_backward(batches, self.model, before=lambda batch: hold_updates(not batch.is_last), after=self._is_over)
         finally:
@@ -627,8 +631,9 @@ class WeightSwap:
         if item is None or item.is_gradient or storage_key(item.parameter.untyped_storage()) != key:
             return None  # also where another parameter was given its `.data`
         unit = next((unit for unit in reversed(self._open) if item in unit.items), self._unit_of[item])
+        num_assigned = None if tensor is item.parameter else item.num_assigned
         with quiet():
-            return Shared(_Stay(self._moves, item, unit), tensor)
+            return Shared(_Stay(self._moves, item, unit, num_assigned), tensor)
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether this is a weight that comes and goes."""
@@ -658,7 +663,7 @@ class WeightSwap:
             return
         if self._moves.send(item):
             self._moves.leave(item)
-            self._moves.retire(False)
+        self._moves.keep_to_window()
         self._warn_of_unused(self.weights[item.parameter])
 
     def _warn_of_unused(self, item: Movable) -> None:

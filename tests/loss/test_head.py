@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 from typing import Any
 
@@ -339,6 +340,25 @@ def test_other_calls_of_the_loss() -> None:
         torch.testing.assert_close(want, got, rtol=0.05, atol=1e-3)
 
 
+def test_logits_that_are_written_to_in_place_are_scaled_too() -> None:
+    steps = []
+    for scale in (lambda logits: logits / 3.0, lambda logits: logits.div_(3.0)):
+        model, (batch, _) = MODELS["llama"](), _tokens()
+        model.lm_head.register_forward_hook(lambda head, args, logits, scale=scale: scale(logits))
+        handle = attach(model, 64)
+        steps.append(_step(model, batch))
+        assert handle.loss.was_sliced
+    _assert_same_steps(*steps)
+
+
+def test_a_hook_that_changes_what_the_head_is_given_afterwards_is_refused() -> None:
+    model, (batch, _) = MODELS["llama"](), _tokens()
+    attach(model, 64)
+    model.lm_head.register_forward_pre_hook(lambda head, args: (args[0] * 2,))
+    with pytest.raises(ConfigError, match=r"^memory\.loss: rows: a hook of the head changes what it is given, and was"):
+        model(**batch)
+
+
 def test_a_copy_and_a_file_of_the_model_are_plain() -> None:
     model, (batch, _) = MODELS["llama"](), _tokens()
     want = _step(model, batch)
@@ -425,6 +445,21 @@ _TOGETHER = (
 )
 
 
+def _hooked_head() -> nn.Linear:
+    head = nn.Linear(32, 67)
+    head.register_forward_hook(lambda module, args, logits: logits * 2)
+    return head
+
+
+def test_torch_func_and_no_rows() -> None:
+    hidden, head, target = _case(torch.float32)
+    loss_of = functools.partial(lowtide.cross_entropy, head=head, rows=64)
+    with pytest.raises(ConfigError, match=r"torch\.func and forward-mode derivatives are not covered in blocks"):
+        torch.func.grad(loss_of)(hidden, target)
+    loss_of(hidden[:0], target[:0], reduction="sum").backward()
+    assert not head.weight.grad.any()
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -433,8 +468,12 @@ _TOGETHER = (
         ({"head": nn.Linear(32, 67), "rows": 0}, "lowtide.cross_entropy: rows must be 1 or more, not 0"),
         (
             {"head": nn.Linear(32, 67), "rows": 64, "weight": torch.ones(67)},
-            "lowtide.cross_entropy: a weight of classes, label_smoothing, z_loss and words that are spread over ranks "
-            "are not covered in blocks of rows; leave head and rows out",
+            "lowtide.cross_entropy: a weight of classes, label_smoothing, z_loss, words that are spread over ranks, "
+            "torch.func and forward-mode derivatives are not covered in blocks of rows; leave head and rows out",
+        ),
+        (
+            {"head": _hooked_head(), "rows": 64},
+            "lowtide.cross_entropy: this cannot be taken in blocks of rows: the head has hooks, which would not run",
         ),
         (
             {"head": nn.Sequential(), "rows": 64},

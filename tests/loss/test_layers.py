@@ -350,6 +350,16 @@ def _own_softmax(layer: Layer) -> None:
     layer.__class__ = _Softmax
 
 
+class _Dropping(Layer):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        query, key, value = (each.transpose(-3, -2) for each in self.before(x, shift))
+        return self.after(x, F.scaled_dot_product_attention(query, key, value, dropout_p=0.5).transpose(-3, -2))
+
+
+def _drops_in_attention(layer: Layer) -> None:
+    layer.__class__ = _Dropping
+
+
 def _hooked(layer: Layer) -> None:
     layer.up.register_forward_hook(lambda *_: None)
 
@@ -369,6 +379,7 @@ _HEAD, _END = (
         (_foreign, (), "it reads a tensor that needs a gradient and is none of its parameters"),
         (_hooked, (), "there are hooks on its parts, which would see blocks"),
         (lambda layer: setattr(layer.drop, "p", 0.5), (), "it drops out at random (p = 0.5)"),
+        (_drops_in_attention, (), "its attention drops out at random (p = 0.5)"),
         (
             _own_softmax,
             (),

@@ -129,6 +129,27 @@ class _CastsTwice(Block):
             return super().forward(x.float())
 
 
+class _CastsInTurn(Small):
+    """Some micro-batches to one dtype, some to another."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", (torch.bfloat16, torch.float16)[int(tokens.sum()) % 2]):
+            return super().forward(tokens)
+
+
+class _Towers(nn.Module):
+    """Two towers and one weight behind both, whose cast plain autocast makes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Embedding(32, 24), Block(24)) for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(8, 24))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        one, other = (nn.functional.linear(tower(tokens), self.weight) for tower in self.towers)
+        return (one * other).float().mean()
+
+
 @contextlib.contextmanager
 def _thread_scale() -> Any:
     _LOCAL.scale = 1.5
@@ -206,6 +227,7 @@ BY_LAYER: dict[str, dict[str, Any]] = {
     "autocast around": {"make": Small, "around": _cast},
     "autocast inside": {"make": Small, "inside": _cast},
     "casts twice": {"make": lambda: _of(_CastsTwice)},
+    "casts to two types": {"make": _CastsInTurn, "number": 6},
     "attention's kernels around": {"make": lambda: _of(_Attends), "around": _math},
 }
 
@@ -224,6 +246,7 @@ def test_by_layer_on_an_adversarial_engine(seed: int) -> None:
 
 
 IN_ORDER: dict[str, tuple[dict[str, Any], str]] = {
+    "shares a cast": ({"make": _Towers, "inside": _cast}, "the cast of 'weight' twice around layers"),
     "sums up": ({"make": _SumsUp}, "'layers.0.aux'"),
     "masked": ({"make": _Masked}, "'layers.0.scale'"),
     "counts": ({"make": lambda: _of(_Counts)}, "'layers.0.number'"),
@@ -247,6 +270,22 @@ def test_what_forwards_leave_for_each_other_keeps_them_in_order(name: str, caplo
     ]
     assert len(lines) == 1 and text in lines[0], lines
     assert not found.handle._forwards.is_by_layer
+
+
+def test_a_cast_that_is_shared_later_is_refused() -> None:
+    """Of autocast that is switched on after the first look."""
+    torch.manual_seed(1)
+    model = _Towers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1) as handle:
+        handle.step([lambda n=n: model(batch(n)) for n in range(2)])
+        optimizer.zero_grad()
+        with (
+            _cast(),
+            pytest.raises(ConfigError, match=r"changes the cast of 'weight' \(used twice around layers\), and"),
+        ):
+            handle.step([lambda n=n: model(batch(n)) for n in range(2)])
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_forward_that_leaves_something_later_is_refused() -> None:

@@ -405,6 +405,77 @@ def test_a_weight_written_between_forward_and_backward_is_plain_autograds_error(
             loss.backward()
 
 
+def test_memory_that_is_given_to_a_weight_between_forward_and_backward_is_refused() -> None:
+    """Autograd has saved a view of what was there before, which has gone by then."""
+    model, optimizer, *_ = two()
+    with lowtide.swap_weights(model, optimizer, min_bytes=1):
+        loss = model(TOKENS)
+        model.layers[1].up.weight.data = model.layers[1].up.weight.data * 2
+        with pytest.raises(
+            RuntimeError, match=r"^lowtide: layers\.1\.up\.weight was given other memory \(\.data = \.\.\.\)"
+        ):
+            loss.backward()
+
+
+def test_sparse_gradients() -> None:
+    model, _, plain, _ = two()
+    for each in (model, plain):
+        each.embed.sparse = True
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    with lowtide.swap_weights(model, optimizers[0], min_bytes=1):
+        for _ in range(3):
+            step(model, optimizers[0])
+            step(plain, optimizers[1])
+        assert_alike(model, plain)
+
+
+def _all_gradients_at_once(model: nn.Module) -> torch.Tensor:
+    copies = {name: parameter * 1.0 for name, parameter in model.named_parameters()}
+    return torch.func.functional_call(model, copies, (TOKENS,))
+
+
+def test_the_window_holds_where_gradients_come_together() -> None:
+    """What comes out of order waits for room, but for the one gradient that autograd has just made."""
+    model, optimizer, *_ = two()
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, bucket_bytes=4096, engine="host") as handle:
+        for _ in range(3):
+            _all_gradients_at_once(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        largest = max(parameter.nbytes for parameter in model.parameters())
+        assert handle.stats.peak_bytes <= handle.stats.window_bytes + largest
+
+
+@pytest.mark.parametrize("which", ["some", "all"])
+def test_the_window_holds_where_gradients_are_dropped(which: str) -> None:
+    model, optimizer, *_ = two()
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, bucket_bytes=4096, engine=VirtualEngine(0)) as handle:
+        for number in range(4):
+            model(TOKENS).backward()
+            for place, parameter in enumerate(model.parameters()):
+                if which == "all" or (place + number) % 2:
+                    parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.stats.peak_bytes <= handle.stats.window_bytes
+
+
+@pytest.mark.parametrize("update", ["step", "in_backward"])
+def test_the_window_holds_where_the_state_is_small(update: str) -> None:
+    """A bucket of Adafactor's state would be that of all layers."""
+    model, plain = (nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.Adafactor(each.parameters()) for each in (model, plain)]
+    with lowtide.swap_weights(model, optimizers[0], min_bytes=1, budget="1MiB", update=update) as handle:
+        for _ in range(3):
+            for each, its_own in ((model, optimizers[0]), (plain, optimizers[1])):
+                each(torch.ones(4, 128)).square().mean().backward()
+                its_own.step()
+                its_own.zero_grad()
+        assert handle.stats.peak_bytes <= handle.stats.window_bytes
+    assert_alike(model, plain)
+
+
 def test_second_backward_and_frozen_weights() -> None:
     model, _, plain, _ = two()
     for each in (model, plain):

@@ -250,6 +250,21 @@ def test_refusals_touch_nothing(tmp_path: Path) -> None:
     full = VirtualEngine(0, host_bytes=10_000, disk_bytes=10_000)
     text = _refusal(lambda: lowtide.swap_weights(model, optimizer, min_bytes=1, folder=folder, engine=full))
     assert "have no room on host and disk" in text
+    tensors = {name: tensor.clone() for name, tensor in truth.state_dict().items()}
+    (tmp_path / "quantized").mkdir()
+    save_file(
+        {**tensors, "head.weight": tensors["head.weight"].to(torch.int8)}, tmp_path / "quantized" / "x.safetensors"
+    )
+    assert refusal(tmp_path / "quantized") == (
+        f"lowtide.load: 'head.weight' is I8 in {tmp_path}/quantized/x.safetensors, and torch.float32 in the model; "
+        "if this is quantized, give the folder of a checkpoint that is not"
+    )
+    tied = _on_meta(Small)
+    tied.head.weight = tied.embed.weight
+    assert refusal(of=tied) == (
+        f"lowtide.load: 'embed.weight' and 'head.weight' are one tensor in the model, and not the same in {folder}; "
+        "build the model without tying them (tie_word_embeddings=False)"
+    )
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
     lowtide.load(model, folder)

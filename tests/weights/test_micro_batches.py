@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import random
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from random import Random
@@ -328,6 +329,25 @@ class _WritesData(Block):
         return super().forward(x)
 
 
+class _Boxes(Small):
+    """Layers pass on an object in which nobody sees a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Boxed(24) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        box = types.SimpleNamespace(x=self.embed(tokens))
+        for layer in self.layers:
+            box = layer(box)
+        return torch.nn.functional.cross_entropy(self.head(box.x).flatten(0, 1), tokens.flatten())
+
+
+class _Boxed(Block):
+    def forward(self, box: Any) -> Any:
+        return types.SimpleNamespace(x=super().forward(box.x))
+
+
 class _Reentrant(Block):
     def __call__(self, *args: Any) -> Any:
         return checkpoint(super().__call__, *args, use_reentrant=True)
@@ -376,6 +396,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         f"or {_ALONE}",
     ),
     "searches": (_Searches, f"a micro-batch has a backward pass inside of its forward; {_ALONE}"),
+    "boxes": (
+        _Boxes,
+        "'layers.0.norm.weight' is used by what goes into 'head', and it is there for 'layers.0', all of whose results "
+        f"must be tensors, or tuples, lists or dicts of them; {_ALONE}",
+    ),
     "writes later": (
         _WritesLater,
         f"what 'layers.0' was given or gave was written into through another tensor; {_ALONE}",

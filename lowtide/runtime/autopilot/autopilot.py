@@ -28,7 +28,6 @@ the host it must fit beside the budget.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import time
 import warnings
@@ -622,7 +621,8 @@ def optimize(
         if optimizer is not None:
             LOG.info("lowtide: the optimizer's state stays on the device: %s", refusal)
         config = dataclasses.replace(config, optimizer="keep")
-    room = None if (config.strict if strict is None else strict) else functools.partial(_room, model, optimizer)
+    is_strict = config.strict if strict is None else strict
+    room = None if is_strict else lambda: memory_of_model(model, optimizer).free_bytes
 
     def autopilot(tides: Tides) -> Autopilot:
         return Autopilot(tides, Planner(model, config, chosen, group, room=room))
@@ -633,8 +633,3 @@ def optimize(
     except BaseException:
         placed.remove()
         raise
-
-
-def _room(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """The most that this rank can have on the device, with what it has already."""
-    return memory_of_model(model, optimizer).free_bytes

@@ -224,7 +224,9 @@ def warn_about_other_sites(context: PlanContext) -> None:
     """Warn after the first forward under a solved plan if it was not the forward that the plan was made for."""
     assert context.nodes is not None
     planned = [node for node in context.nodes.values() if node.decision.fate is not Fate.KEEP or node.is_encoded]
-    absent = [node.name for node in planned if not node.was_seen and _must_appear(node)]
+    # Without a recipe it is recomputed with its layer, in which nothing is saved.
+    expected = [node for node in planned if node.decision.fate is Fate.SWAP or node.is_made]
+    absent = [node.name for node in expected if not node.was_seen]
     wrong = [node.name for node in planned if node.has_failed and not node.is_encoded]
     whole = [node.name for node in planned if node.has_failed and node.is_encoded]
     saved_bytes = sum(site.nbytes for site in context.sites.values())
@@ -246,11 +248,6 @@ def warn_about_other_sites(context: PlanContext) -> None:
             "differ from what was predicted; plan again for this model and batch.",
             stacklevel=4,
         )
-
-
-def _must_appear(node: Node) -> bool:
-    # Without a recipe it is recomputed with its layer, in which nothing is saved.
-    return node.decision.fate is Fate.SWAP or node.is_made
 
 
 def _some(names: list[str]) -> str:

@@ -110,7 +110,8 @@ class _Contents:
             return
         is_shared, num_before = num_holders > _ALONE and not isinstance(value, tuple), len(self.tensors)
         is_object = not isinstance(value, list | dict | tuple)
-        if depth == _MAX_DEPTH or (is_object and (is_shared or not _is_simple(value))):
+        is_simple = hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value)
+        if depth == _MAX_DEPTH or (is_object and (is_shared or not is_simple)):
             return
         self._entered.add(id(value))
         parts = _parts_of(value)
@@ -137,11 +138,6 @@ class _Contents:
         items = value if isinstance(value, dict) else vars(value)
         items.update({key: self._exchanged(part, tensors) for key, part in items.items()})
         return value
-
-
-def _is_simple(value: Any) -> bool:
-    """Whether an object is looked into."""
-    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value)
 
 
 def _parts_of(value: Any) -> Collection[Any]:

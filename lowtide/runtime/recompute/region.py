@@ -82,10 +82,6 @@ _CHANGED = (
 )
 
 
-def _other_exchange(watch: Watch, why: str) -> RuntimeError:
-    return watch.refusal_of(f"lowtide: the recomputed {watch} cannot be run again: {why}. {_WAY_OUT}")
-
-
 class _Made(NamedTuple):
     """What a second run has made for one backward pass."""
 
@@ -112,8 +108,11 @@ class RegionRun:
         self.has_changed_inputs = False
         self.fingerprints = fingerprints
         self.state = Before(watch, call, is_first=is_first)
-        refusal_of = functools.partial(_other_exchange, watch)
-        self.once = KeptResults(dropped.keep, refusal_of, fingerprints)
+        self.once = KeptResults(
+            dropped.keep,
+            lambda why: watch.refusal_of(f"lowtide: the recomputed {watch} cannot be run again: {why}. {_WAY_OUT}"),
+            fingerprints,
+        )
         if watch.keeps_collectives and not self.state.has_compiled:
             self.once.keep_collectives(self._check_collective, are_in_place=not watch.has_shards)
         self._output: list[Print] | None = None
