@@ -48,7 +48,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.core.rules import Pattern
 from lowtide.errors import ConfigError
 from lowtide.loss.blocks import RowsApart, RowWise, name_at_once
-from lowtide.tensors.compiled import has_compiled, plain_forward
+from lowtide.tensors.compiled import has_compiled
 from lowtide.tensors.kinds import CACHE_NAMES, num_cached, tensors_in
 from lowtide.tensors.private import (
     FakeTensor,
@@ -207,7 +207,7 @@ class _LayerInBlocks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model, or a file of it, has its own forward: nobody would ever take a copied one off."""
-        return plain_forward, (self._layer,)
+        return getattr, (self._layer, "forward")
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Without an empty cache of keys and values, which models in training are given by default."""
