@@ -320,6 +320,14 @@ def _sizes(
     return window, bucket or None, staying
 
 
+def _forget_aliases(model: nn.Module) -> None:
+    """After `torch.func.functional_call` a recurrent module keeps aliases of other tensors until its next forward."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            own, pairs = own_parameters(module), zip(flat_names(module), flat_weights(module), strict=True)
+            set_flat_weights(module, [own.get(name, alias) for name, alias in pairs])
+
+
 class WeightSwap:
     """The handle of one model. Made by `swap_weights`."""
 
@@ -430,10 +438,7 @@ class WeightSwap:
         moves = self._moves
         with moves.lock:
             moves.order.staying = frozenset()
-            # After `torch.func.functional_call` a recurrent module keeps aliases of others until its next forward.
-            for module in (each for each in self.model.modules() if isinstance(each, nn.RNNBase)):
-                own, pairs = own_parameters(module), zip(flat_names(module), flat_weights(module), strict=True)
-                set_flat_weights(module, [own.get(name, alias) for name, alias in pairs])
+            _forget_aliases(self.model)
             moves.hide_all()
             if self.optimizer_swap is not None:
                 self.optimizer_swap.detach()
