@@ -162,11 +162,9 @@ class _Maker:
             self._project("ckv", {"k": keys, "v": values}, short=into_keys, columns=shape.up_columns / tensor)
         self._attend(heads)
         out = tokens * heads * shape.value_width
-        # Where no gather stood before it, the sum on all ranks after attention is here as a whole.
-        parts = 2 if shape.query_rank > 0 and not self.question.config.sequence_parallel else 1
         self._product(
             "projection", ("a",), out * shape.hidden, out + tokens * shape.hidden,
-            heads * shape.value_width * shape.hidden, makes=("x2",), collective=parts * self._tensor_seconds(),
+            heads * shape.value_width * shape.hidden, makes=("x2",), collective=self._sum_seconds(),
         )  # fmt: skip
         self._made("x2", self.nbytes["x1"], "x1", "a")
         self.num_attention_ops = len(self.ops)
@@ -223,6 +221,11 @@ class _Maker:
         """Gather before, or scattered sum after, the products of tensor ranks. A sum on all of them, which is what
         there is without sequence parallelism, takes both; it stands after the products only, so each place has one."""
         return ring_seconds(self.question.cluster, self.layout.tensor, 2.0 * self.tokens * self.question.shape.hidden)
+
+    def _sum_seconds(self) -> float:
+        """After attention. Where no gather stood before it, the sum on all ranks is here as a whole."""
+        is_whole = self.question.shape.query_rank > 0 and not self.question.config.sequence_parallel
+        return self._tensor_seconds() * (2 if is_whole else 1)
 
     def _short_seconds(self, width: int) -> float:
         """Gather of the short vectors of all tokens, which each tensor rank made of its part of the sequence."""

@@ -167,10 +167,8 @@ class _SettingsBuilder:
             return None
         if want is bool and (isinstance(value, bool) or (node.is_text and value in ("true", "false"))):
             return value is True or value == "true"
-        if want is int and _is_int(node):
-            return int(typing.cast(Any, value))
-        if want is float and _is_float(node):
-            return float(typing.cast(Any, value))
+        if want in (int, float) and _is_number(node, want):
+            return want(value)
         if want is str and isinstance(value, str):
             self._check_text(value, node, path)
             return value
@@ -228,11 +226,8 @@ class _SettingsBuilder:
             return node.value == "true"
         if too_many_digits(node) is not None:
             self._wrong(node, int, path)
-        if _is_int(node):
-            return int(typing.cast(str, node.value))
-        if _is_float(node):
-            return float(typing.cast(str, node.value))
-        return node.value
+        kind = next((kind for kind in (int, float) if _is_number(node, kind)), str)
+        return kind(str(node.value))
 
     # ---- collections
 
@@ -359,20 +354,12 @@ def _places(node: RawValue) -> dict[str, str]:
     return places
 
 
-def _is_int(node: RawValue) -> bool:
+def _is_number(node: RawValue, kind: type[int] | type[float]) -> bool:
     if too_many_digits(node) is not None:
         return False
     if node.is_text:
-        return _INT.fullmatch(str(node.value)) is not None
-    return isinstance(node.value, int) and not isinstance(node.value, bool)
-
-
-def _is_float(node: RawValue) -> bool:
-    if too_many_digits(node) is not None:
-        return False
-    if node.is_text:
-        return _FLOAT.fullmatch(str(node.value)) is not None
-    return isinstance(node.value, int | float) and not isinstance(node.value, bool)
+        return (_INT if kind is int else _FLOAT).fullmatch(str(node.value)) is not None
+    return isinstance(node.value, int | kind) and not isinstance(node.value, bool)
 
 
 def _kinds(want: Any) -> tuple[str, ...]:

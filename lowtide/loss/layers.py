@@ -185,9 +185,7 @@ class _LayerInBlocks:
 
         def run_first(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
             parts = self._run(given, part, inputs, dict(zip(first, leaves, strict=True))).rows_given()
-            heads = [each.shape[1] for each in parts]  # each group has the same share of query, key and value
-            num_groups = next(count for count in range(_MOST_GROUPS, 0, -1) if not any(each % count for each in heads))
-            groups = zip(*(each.chunk(num_groups, 1) for each in parts), strict=True)
+            groups = zip(*(each.chunk(_num_groups(parts), 1) for each in parts), strict=True)
             return tuple(each for group in groups for each in group)
 
         def run_rest(part: slice, inputs: list[Any], leaves: list[Any]) -> tuple[torch.Tensor, ...]:
@@ -414,10 +412,8 @@ class _Seam(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
-            if func is F.dropout:
-                how = {"p": 0.5, "training": True, **dict(zip(("", "p", "training"), args, strict=False)), **kwargs}
-                if how["p"] and how["training"]:
-                    raise _refusal(self._name, f"it drops out at random (p = {how['p']})")
+            if func is F.dropout and (share := _dropped_by(args, kwargs)) is not None:
+                raise _refusal(self._name, f"it drops out at random (p = {share})")
             if func in _SOFTMAX and not self._may_be_own:
                 raise _refusal(
                     self._name, "its attention is not torch's scaled_dot_product_attention (attn_implementation='sdpa')"
@@ -450,6 +446,12 @@ _Looked = tuple[_Seam, _Seam, list[torch.Tensor]]
 attention was given, and what the layer gave."""
 
 
+def _dropped_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """The share that a call of `dropout` drops; None where it drops nothing."""
+    named = {"p": 0.5, "training": True, **dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+    return named["p"] if named["p"] and named["training"] else None
+
+
 def _without_rows(tensor: torch.Tensor) -> str:
     return f"of shape {tuple(tensor.shape)}, which has no row for each token"
 
@@ -462,6 +464,12 @@ def _attend(lead: torch.Size, parts: list[torch.Tensor], setting: dict[str, Any]
     if not made.is_contiguous():  # a copy
         name_at_once(rows)
     return rows
+
+
+def _num_groups(parts: tuple[torch.Tensor, ...]) -> int:
+    """Of heads: each group has the same share of query, key and value, which are rows x heads x width."""
+    heads = [each.shape[1] for each in parts]
+    return next(count for count in range(_MOST_GROUPS, 0, -1) if not any(each % count for each in heads))
 
 
 def _nearly(one: torch.Tensor, other: torch.Tensor) -> bool:

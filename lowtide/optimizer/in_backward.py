@@ -256,7 +256,7 @@ class InBackward:
     def _at_the_end(self) -> None:
         """A backward pass is over, and so are the hooks of others on its gradients."""
         left = ((p, p.grad) for p in self._arrived - self._step.stepped)
-        self._step.left |= {p: (g, version_of(g), _sample_of(g)) for p, g in left if g is not None}
+        self._step.left |= {p: _left(gradient) for p, gradient in left if gradient is not None}
 
     def _forget_arrivals(self) -> None:
         self._arrived.clear()
@@ -344,10 +344,7 @@ class InBackward:
             return ""
         if hasattr(self._stepper.optimizer, "found_inf"):
             return "GradScaler unscales gradients when the optimizer steps"
-        if any(
-            p.grad is not gradient or version_of(gradient) != version or not torch.equal(sample, _sample_of(gradient))
-            for p, (gradient, version, sample) in step.left.items()
-        ):
+        if any(p.grad is not left[0] or _has_changed(left) for p, left in step.left.items()):
             return "gradients were changed between the backward pass and the step (clipping, GradScaler)"
         changed = step.run.snapshot.changed()
         return f"{changed} was changed between the backward pass and the step" if changed else ""
@@ -373,6 +370,16 @@ class InBackward:
 
 _LeftGradient = tuple[torch.Tensor, int, torch.Tensor]
 """A gradient as backward has left it for `step()`, its version then, and a sample of it."""
+
+
+def _left(gradient: torch.Tensor) -> _LeftGradient:
+    return gradient, version_of(gradient), _sample_of(gradient)
+
+
+def _has_changed(left: _LeftGradient) -> bool:
+    """Whether somebody has written to it since."""
+    gradient, version, sample = left
+    return version_of(gradient) != version or not torch.equal(sample, _sample_of(gradient))
 
 
 def _sample_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -128,13 +128,17 @@ class ShownState:
 
     def _take_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._get_ready("load_state_dict")
-        both = zip(state_dict["param_groups"], self._optimizer.param_groups, strict=False)
-        parameter_of = {n: p for saved, group in both for n, p in zip(saved["params"], group["params"], strict=False)}
+        parameter_of = dict(self._numbered(state_dict))
         state = {
             number: self._held(parameter_of[number], entries) if number in parameter_of else entries
             for number, entries in state_dict["state"].items()
         }
         return {**state_dict, "state": state}
+
+    def _numbered(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """The parameters by their numbers in a checkpoint. Where the two do not fit, torch says so after us."""
+        for saved, group in zip(state_dict["param_groups"], self._optimizer.param_groups, strict=False):
+            yield from zip(saved["params"], group["params"], strict=False)
 
     def _held(self, parameter: torch.Tensor, entries: Any) -> Any:
         if not isinstance(entries, dict):

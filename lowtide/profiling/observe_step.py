@@ -54,7 +54,8 @@ from lowtide.tensors.private import (
 )
 
 _DID_NOT_FIT = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
-_TRANSFORMED = "don't yet support saved tensor hooks"
+NO_HOOKS = "don't yet support saved tensor hooks"
+"""Of the error with which torch.func refuses to run inside of saved-tensor hooks."""
 _OUT_OF_MEMORY = "can't allocate memory"
 
 
@@ -210,7 +211,7 @@ def record_step(
             try:
                 roots = _forward(model, batch, loss, needs_scalar, look_at_inputs)
             except (RuntimeError, ConfigError) as error:
-                if _TRANSFORMED not in str(error):
+                if NO_HOOKS not in str(error):
                     raise
                 raise ConfigError(
                     f"observe: {type(model).__name__} uses torch.func (grad, vjp, jacrev or hessian) in its forward, "

@@ -71,9 +71,7 @@ def draw_memory(figure: Figure, played: Played, measured: Measured) -> None:
     starts = thinned_starts(len(played.starts), _MOST_POINTS)
     times, time_word = _time_unit(played.step_seconds)
     x = np.append(np.array(played.starts)[starts], played.step_seconds) * times
-    # In each part the tick with most bytes: all that is drawn was there at once.
-    totals = np.array(played.planned_bytes)
-    shown = np.array([s + int(totals[s:e].argmax()) for s, e in zip(starts, np.append(starts[1:], len(totals)))])
+    shown = _fullest(np.array(played.planned_bytes), starts)
     floor = np.zeros(len(starts))
     for name, part, colour in zip(OWNERS, played.bytes_by_owner, _OF_OWNERS, strict=True):
         top = floor + np.array(part)[shown] / scale
@@ -182,6 +180,12 @@ def _note(panel: Any, text: str, at: tuple[float, float], shift: tuple[int, int]
 def _step(values: np.ndarray) -> np.ndarray:
     """For `steps-post`: the last value holds to the end."""
     return np.append(values, values[-1])
+
+
+def _fullest(totals: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """In each part, which begins at one of `starts`, the tick with most bytes: all that is drawn was there at once."""
+    ends = np.append(starts[1:], len(totals))
+    return np.array([start + int(totals[start:end].argmax()) for start, end in zip(starts, ends)])
 
 
 def _draw_budget(panel: Any, budget_bytes: int | None, most: float, scale: int) -> float:

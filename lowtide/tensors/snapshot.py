@@ -394,9 +394,7 @@ class _StateWalk:
         elif issubclass(kind, Enum | torch.optim.Optimizer) and not self._called:
             return None
         is_familiar = self._called and f"{kind.__module__}.".startswith(_FAMILIAR)
-        if (kind.__module__.partition(".")[0] in _FOREIGN and not is_familiar) or not (
-            kind.__dictoffset__ != 0 or any(vars(owner).get("__slots__") for owner in kind.__mro__)
-        ):
+        if (kind.__module__.partition(".")[0] in _FOREIGN and not is_familiar) or not _has_attributes(kind):
             return None
         return self._object
 
@@ -622,6 +620,10 @@ def host_generators() -> Iterator[State]:
 
 def _put(record: Any, value: Any) -> None:
     record.put(value)
+
+
+def _has_attributes(kind: type) -> bool:
+    return kind.__dictoffset__ != 0 or any(vars(owner).get("__slots__") for owner in kind.__mro__)
 
 
 def is_iterator(value: Any) -> bool:

@@ -43,7 +43,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -101,6 +101,15 @@ class _LayerRun:
     """What the layer was called with instead of what its caller has, while it runs."""
     leaves: list[Any] = field(default_factory=list)
     """What was in them when it began."""
+
+
+class _Piece(NamedTuple):
+    """A part of the graph between cuts."""
+
+    name: str
+    """For people."""
+    layer: str | None = None
+    """Whose forward it is; None around layers."""
 
 
 @dataclass(eq=False, slots=True)
@@ -163,13 +172,13 @@ class MicroBatch:
         self.loss = None
         self.runs.clear()
 
-    def pieces(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """What each part of the graph between cuts begins at in backward, with a name for people."""
+    def pieces(self) -> list[tuple[_Piece, list[torch.Tensor]]]:
+        """What each part of the graph between cuts begins at in backward."""
         assert self.loss is not None
-        found = [("what follows the layers", [self.loss])]
+        found = [(_Piece("what follows the layers"), [self.loss])]
         for run in self.runs:
-            found.append((f"'{run.name}'", [joint.tensor for joint in run.made]))
-            found.append((f"what goes into '{run.name}'", [joint.tensor for joint in run.given]))
+            found.append((_Piece(f"'{run.name}'", run.name), [joint.tensor for joint in run.made]))
+            found.append((_Piece(f"what goes into '{run.name}'"), [joint.tensor for joint in run.given]))
         return found
 
 
@@ -246,13 +255,13 @@ class Forwards:
         if why and not self._looks_left:
             self._say(f"one changes {why}")
 
-    def see_cast(self, weight: str) -> None:
-        """Of forwards that have run: what `check` returned."""
-        if weight and self._took_turns:
+    def keep_order_for(self, weight: str) -> None:
+        """A forward casts this weight twice around layers, so forwards run one after the other from now on. Raises
+        `ConfigError` if these took turns already: a cast does not outlive a turn."""
+        if self._took_turns:
             self._refuse(f"the cast of {weight} (used twice around layers)")
-        if weight:
-            self.is_by_layer = False
-            self._say(f"one uses the cast of {weight} twice around layers")
+        self.is_by_layer = False
+        self._say(f"one uses the cast of {weight} twice around layers")
 
     def _run_by_layer(self, calls: Sequence[Callable[[], Any]], batches: list[MicroBatch]) -> None:
         """Each on a thread, which hands over where a layer begins. An error of one ends all, and is raised."""
@@ -402,14 +411,15 @@ def check(
     batches: Sequence[MicroBatch], names: dict[torch.Tensor, str], parts: Mapping[str, Collection[torch.Tensor]]
 ) -> str:
     """Raise `ConfigError` for graphs whose pieces would form other sums than plain's, or keep gradients of all layers.
-    `names`: of parameters. `parts`: of the model, what of each comes and goes. Returns the name
-    of one that a piece around layers takes through a cast more than once: plain may have added up gradients before it,
-    and what autocast has cast does not outlive a turn; empty where there is none."""
+    `names`: of parameters. `parts`: the weights of each part of the model that comes and goes.
+
+    Returns the name of a weight that a forward casts twice around layers, or an empty string. Autocast makes one cast
+    of both, and adds their gradients in its dtype; forwards that take turns make two."""
     first = [run.name for run in batches[0].runs]
     repeated = next((name for name in first if first.count(name) > 1), None)
     if repeated is not None:
         raise ConfigError(f"{_CALL}: '{repeated}' runs more than once in a forward; {_ONE_BY_ONE}")
-    owners: dict[Any, tuple[str, int]] = {}
+    owners: dict[Any, tuple[_Piece, int]] = {}
     casts: Counter[tuple[Any, int]] = Counter()
     for number, batch in enumerate(batches, 1):
         if [run.name for run in batch.runs] != first:
@@ -424,10 +434,10 @@ def check(
             _own(roots, (piece, number), owners, names, casts)
     for part, weights in parts.items():
         for weight in weights:
-            piece, _ = owners.get(weight, (f"'{part}'", 0))
-            if piece != f"'{part}'" and weight not in parts.get(piece.strip("'"), ()):
+            piece, _ = owners.get(weight, (_Piece("", part), 0))  # not used at all
+            if weight not in parts.get(piece.layer or "", ()):
                 raise ConfigError(
-                    f"{_CALL}: '{names[weight]}' is used by {piece}, and it is there for '{part}', all of whose "
+                    f"{_CALL}: '{names[weight]}' is used by {piece.name}, and it is there for '{part}', all of whose "
                     f"results must be tensors, or tuples, lists or dicts of them; {_ONE_BY_ONE}"
                 )
     return next((_named(leaf, names) for (leaf, _), count in casts.items() if count > 1), "")
@@ -447,15 +457,16 @@ def check_unwritten(before: Mapping[Any, torch.Tensor | None], after: Mapping[An
 
 def _own(
     roots: list[torch.Tensor],
-    piece: tuple[str, int],
-    owners: dict[Any, tuple[str, int]],
+    piece: tuple[_Piece, int],
+    owners: dict[Any, tuple[_Piece, int]],
     names: dict[torch.Tensor, str],
     casts: Counter[tuple[Any, int]],
 ) -> None:
     """Note for each node of the graph from these roots on, up to a cut, and for each weight, that it is of `piece`, of
     a micro-batch with that number. Raises `ConfigError` for what is of another piece already. The same piece of several
     micro-batches may share weights, and casts of them, which each goes through by itself; but no cut. `casts`: how
-    often a micro-batch takes a weight through a cast around layers."""
+    often each micro-batch casts a weight around layers."""
+    is_around = piece[0].layer is None
     pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
     while pending:
         node = pending.pop()
@@ -463,7 +474,7 @@ def _own(
             node = node.variable
         if node is None:
             continue
-        is_cast = type(node).__name__ == "ToCopyBackward0" and not piece[0].startswith("'")
+        is_cast = is_around and type(node).__name__ == "ToCopyBackward0"
         leaf = getattr(node.next_functions[0][0], "variable", None) if is_cast else None
         if leaf is not None:
             casts[leaf, piece[1]] += 1
@@ -471,10 +482,11 @@ def _own(
         is_joint = isinstance(getattr(node, "joint", None), _Joint)
         if owner[0] != piece[0] or (is_joint and owner != piece):
             raise ConfigError(
-                f"{_CALL}: {_named(node, names)} is used by {owner[0]} of micro-batch {owner[1]} and by {piece[0]} of "
-                f"micro-batch {piece[1]}, so gradients would not be added up as in plain training; {_ONE_BY_ONE}"
+                f"{_CALL}: {_named(node, names)} is used by {owner[0].name} of micro-batch {owner[1]} and by "
+                f"{piece[0].name} of micro-batch {piece[1]}, so gradients would not be added up as in plain training; "
+                f"{_ONE_BY_ONE}"
             )
-        if type(node).__name__ == "CheckpointFunctionBackward" and not piece[0].startswith("'"):
+        if is_around and type(node).__name__ == "CheckpointFunctionBackward":
             raise ConfigError(
                 f"{_CALL}: a reentrant checkpoint is around layers, whose graphs are made in backward only; give it "
                 f"use_reentrant=False, or {_ONE_BY_ONE}"

@@ -43,9 +43,9 @@ from lowtide.optimizer.groups import OwnedHook
 from lowtide.optimizer.requests import check_names, engine_for, tiers_from
 from lowtide.optimizer.swap import OptimizerSwap, swap_optimizer
 from lowtide.profiling.layers import MIN_BYTES, can_move, find_layers, times_used
+from lowtide.profiling.observe_step import NO_HOOKS
 from lowtide.runtime.saved.handle import Kept, Shared, open_handle
 from lowtide.runtime.session.forward_patch import patched_module
-from lowtide.runtime.session.wrap import NO_HOOKS
 from lowtide.tensors.compiled import ForwardPatch, compiled_parts
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, swapped_weights_of
@@ -571,8 +571,9 @@ class WeightSwap:
             self._run_forwards(losses, batches)
             results = [batch.loss.detach() for batch in batches if batch.loss is not None]
             parts = {unit.name: dict.fromkeys(item.parameter for item in unit.items) for unit in self._units}
-            names = dict[torch.Tensor, str](zip(self.model.parameters(), dict(self.model.named_parameters())))
-            self._forwards.see_cast(check_pieces(batches, names, parts))
+            names: dict[torch.Tensor, str] = {weight: name for name, weight in self.model.named_parameters()}
+            if cast := check_pieces(batches, names, parts):
+                self._forwards.keep_order_for(cast)
             self._moves.order.gathers = True
             run_backward(batches, self.model, before=lambda batch: hold_updates(not batch.is_last), after=self._is_over)
         finally:

@@ -129,8 +129,11 @@ class LayerTable:
 def is_same_producer(seen: type, now: type) -> bool:
     """Whether two autograd nodes stand for the same operator."""
     # Under a dispatch mode `reshape` makes other view nodes than without; each compiled graph has a node of its own.
-    one, other = seen.__name__, now.__name__
-    return seen is now or ({one, other} <= _ALIKE and (one == COMPILED_NODE) == (other == COMPILED_NODE))
+    return seen is now or (seen.__name__ in _ALIKE and now.__name__ in _ALIKE and _is_alike(seen, now))
+
+
+def _is_alike(seen: type, now: type) -> bool:
+    return (seen.__name__ == COMPILED_NODE) == (now.__name__ == COMPILED_NODE)
 
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AsStridedBackward0")

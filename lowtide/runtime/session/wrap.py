@@ -40,6 +40,7 @@ from lowtide.core.rules import Rule, Rules, unmatched_error
 from lowtide.engines.base import Engine
 from lowtide.errors import ConfigError
 from lowtide.profiling.observe_call import is_training
+from lowtide.profiling.observe_step import NO_HOOKS
 from lowtide.runtime.hooks.context import LayerTable, PlanContext
 from lowtide.runtime.hooks.first_forward import warn_about_idle_regions, warn_about_other_sites, warn_about_small_sites
 from lowtide.runtime.hooks.forward_pass import ForwardPass
@@ -320,10 +321,6 @@ def foreign_hooks_error(hooks: tuple[Callable, Callable]) -> ConfigError:
 
 
 # -- layers that use torch.func ----------------------------------------------------------------------------------------
-
-
-NO_HOOKS = "don't yet support saved tensor hooks"
-"""Of the error with which torch.func refuses to run inside of saved-tensor hooks."""
 
 
 def run_allowing_transforms(
