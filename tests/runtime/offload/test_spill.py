@@ -126,6 +126,7 @@ def test_without_need_nothing_is_spilled() -> None:
     with _apply(model, 20 * SITE) as tide:
         model(torch.randn(ROWS, 32)).sum().backward()
         assert (tide.stats.num_spills, tide.stats.spilled_bytes, tide.stats.num_over_limit) == (0, 0, 0)
+        assert tide.stats.kept_bytes == 8 * SITE
         tide.set_limit(0)
         model(torch.randn(ROWS, 32)).sum().backward()
         assert tide.stats.num_spills > 0
