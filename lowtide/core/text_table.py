@@ -157,6 +157,11 @@ def first_few(names: Sequence[str], count: int) -> str:
     return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")
 
 
+def some_quoted(names: Iterable[str]) -> str:
+    """`'a', 'b', 'c' and 3 more`."""
+    return first_few([f"'{name}'" for name in names], 3)
+
+
 def percent(share: float) -> str:
     """`4.2 %`."""
     return f"{round(100 * share, 1) + 0.0:.1f} %"  # + 0.0: no `-0.0 %`

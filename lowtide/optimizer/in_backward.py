@@ -51,10 +51,10 @@ from lowtide.optimizer.step import Stepper
 from lowtide.optimizer.store import StateStore
 from lowtide.tensors.optimizers import parameters_of
 from lowtide.tensors.private import current_graph_task_id, queue_callback, version_of
+from lowtide.tensors.view import sample_of, values_of
 from lowtide.tensors.wrappers import inside
 
 NUM_MARKS = 32
-_NUM_SAMPLES = 64
 
 
 class BackwardPrefetch:
@@ -236,7 +236,7 @@ class InBackward:
         if stayed and not kept:
             self._freed.clear()
         alone = next((g for p, g in kept.items() if p is not parameter), None)
-        if alone is not None and self._freed and bool(_values_of(alone).any()):
+        if alone is not None and self._freed and bool(values_of(alone).any()):
             raise RuntimeError(
                 "lowtide: gradients of the last step are still there, to be added to or used again, and with "
                 "overlap='in_backward' most of them were freed: call zero_grad() after each step, or use 'backward'"
@@ -373,25 +373,13 @@ _LeftGradient = tuple[torch.Tensor, int, torch.Tensor]
 
 
 def _left(gradient: torch.Tensor) -> _LeftGradient:
-    return gradient, version_of(gradient), _sample_of(gradient)
+    return gradient, version_of(gradient), sample_of(gradient)
 
 
 def _has_changed(left: _LeftGradient) -> bool:
     """Whether somebody has written to it since."""
     gradient, version, sample = left
-    return version_of(gradient) != version or not torch.equal(sample, _sample_of(gradient))
-
-
-def _sample_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Bytes of some elements, spread evenly: equal for values that are not numbers, too."""
-    local = _values_of(gradient)
-    spread = local.reshape(-1)[:: max(1, local.numel() // _NUM_SAMPLES)]
-    return spread.clone().view(torch.uint8)
-
-
-def _values_of(gradient: torch.Tensor) -> torch.Tensor:
-    local = inside(gradient.detach())
-    return local.coalesce().values() if local.is_sparse else local
+    return version_of(gradient) != version or not torch.equal(sample, sample_of(gradient))
 
 
 def _bytes_of(gradient: torch.Tensor | None) -> int:

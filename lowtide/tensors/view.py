@@ -16,7 +16,7 @@ import torch
 
 from lowtide.core.recipe import Geometry
 from lowtide.tensors.private import base_of, disable_current_modes, is_view, negated, version_of
-from lowtide.tensors.wrappers import hollow, is_desugared
+from lowtide.tensors.wrappers import hollow, inside, is_desugared
 
 
 class Shape(NamedTuple):
@@ -120,6 +120,22 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         for tensor in (one, other)
     )
     return torch.equal(first, second)
+
+
+_NUM_SAMPLES = 64
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds on this rank; of a sparse one, its values."""
+    local = inside(tensor.detach())
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of some 64 of its elements, spread evenly: equal for values that are not numbers, too."""
+    local = values_of(tensor)
+    spread = local.reshape(-1)[:: max(1, local.numel() // _NUM_SAMPLES)]
+    return spread.clone().view(torch.uint8)
 
 
 class TensorOrigin(NamedTuple):

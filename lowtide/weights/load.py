@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,13 @@ import torch
 from torch import nn
 
 from lowtide.core.log import LOG
-from lowtide.core.text_table import first_few
+from lowtide.core.text_table import some_quoted
 from lowtide.errors import ConfigError
 from lowtide.tensors.view import Shape, nan_in_place_of, same_bytes
 from lowtide.units import format_bytes
 
 _INDEX = "model.safetensors.index.json"
 _SECONDS_BETWEEN_LINES = 5.0
-_MOST_NAMED = 3
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -123,13 +121,14 @@ class Incoming:
         buffers = [self._names[tensor][0] for tensor in missing if not isinstance(tensor, nn.Parameter)]
         if buffers:
             raise ConfigError(
-                f"{self.call}: buffer {_some(buffers)} is on 'meta' and not in {self._folder}; build the model so that "
-                "buffers have memory (accelerate.init_empty_weights does)"
+                f"{self.call}: buffer {some_quoted(buffers)} is on 'meta' and not in {self._folder}; build the model "
+                "so that buffers have memory (accelerate.init_empty_weights does)"
             )
         if missing:
+            lost = some_quoted(self._names[tensor][0] for tensor in missing)
             raise ConfigError(
-                f"{self.call}: {self._folder} has no tensor {_some(self._names[tensor][0] for tensor in missing)}; its "
-                f"names begin with {_some(sorted(self._place_of))}"
+                f"{self.call}: {self._folder} has no tensor {lost}; its names begin with "
+                f"{some_quoted(sorted(self._place_of))}"
             )
         for tensor in self._left:
             names = self._names_in_folder(tensor) if tensor.is_meta else []
@@ -206,7 +205,7 @@ def _tensors_in(call: str, folder: Path) -> dict[str, tuple[Path, torch.Size, st
             ) from error
         lost = sorted(str(file) for file in files if not file.is_file())
         if lost:
-            raise ConfigError(f"{call}: {index} names {_some(lost)}, which is not there; download it again")
+            raise ConfigError(f"{call}: {index} names {some_quoted(lost)}, which is not there; download it again")
     place_of: dict[str, tuple[Path, torch.Size, str]] = {}
     for path in sorted(files):
         with _opened(path) as file:
@@ -225,7 +224,3 @@ def _opened(path: Path) -> contextlib.AbstractContextManager[Any]:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"lowtide: {path} is no safetensors file ({error})") from error
-
-
-def _some(names: Iterable[str]) -> str:
-    return first_few([f"'{name}'" for name in names], _MOST_NAMED)

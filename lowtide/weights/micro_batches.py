@@ -43,7 +43,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,13 +103,8 @@ class _LayerRun:
     """What was in them when it began."""
 
 
-class _Piece(NamedTuple):
-    """A part of the graph between cuts."""
-
-    name: str
-    """For people."""
-    layer: str | None = None
-    """Whose forward it is; None around layers."""
+_Piece = tuple[str, str | None]
+"""A part of the graph between cuts: its name for people, and the layer whose forward it is (None: around layers)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -175,10 +170,10 @@ class MicroBatch:
     def pieces(self) -> list[tuple[_Piece, list[torch.Tensor]]]:
         """What each part of the graph between cuts begins at in backward."""
         assert self.loss is not None
-        found = [(_Piece("what follows the layers"), [self.loss])]
+        found: list[tuple[_Piece, list[torch.Tensor]]] = [(("what follows the layers", None), [self.loss])]
         for run in self.runs:
-            found.append((_Piece(f"'{run.name}'", run.name), [joint.tensor for joint in run.made]))
-            found.append((_Piece(f"what goes into '{run.name}'"), [joint.tensor for joint in run.given]))
+            found.append(((f"'{run.name}'", run.name), [joint.tensor for joint in run.made]))
+            found.append(((f"what goes into '{run.name}'", None), [joint.tensor for joint in run.given]))
         return found
 
 
@@ -434,10 +429,10 @@ def check(
             _own(roots, (piece, number), owners, names, casts)
     for part, weights in parts.items():
         for weight in weights:
-            piece, _ = owners.get(weight, (_Piece("", part), 0))  # not used at all
-            if weight not in parts.get(piece.layer or "", ()):
+            (user, layer), _ = owners.get(weight, (("", part), 0))  # not used at all
+            if weight not in parts.get(layer or "", ()):
                 raise ConfigError(
-                    f"{_CALL}: '{names[weight]}' is used by {piece.name}, and it is there for '{part}', all of whose "
+                    f"{_CALL}: '{names[weight]}' is used by {user}, and it is there for '{part}', all of whose "
                     f"results must be tensors, or tuples, lists or dicts of them; {_ONE_BY_ONE}"
                 )
     return next((_named(leaf, names) for (leaf, _), count in casts.items() if count > 1), "")
@@ -466,7 +461,7 @@ def _own(
     a micro-batch with that number. Raises `ConfigError` for what is of another piece already. The same piece of several
     micro-batches may share weights, and casts of them, which each goes through by itself; but no cut. `casts`: how
     often each micro-batch casts a weight around layers."""
-    is_around = piece[0].layer is None
+    (name, layer), number = piece
     pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
     while pending:
         node = pending.pop()
@@ -474,19 +469,19 @@ def _own(
             node = node.variable
         if node is None:
             continue
-        is_cast = is_around and type(node).__name__ == "ToCopyBackward0"
+        is_cast = layer is None and type(node).__name__ == "ToCopyBackward0"
         leaf = getattr(node.next_functions[0][0], "variable", None) if is_cast else None
         if leaf is not None:
-            casts[leaf, piece[1]] += 1
+            casts[leaf, number] += 1
         owner = owners.get(node, piece)
         is_joint = isinstance(getattr(node, "joint", None), _Joint)
         if owner[0] != piece[0] or (is_joint and owner != piece):
+            (other, _), number_of_other = owner
             raise ConfigError(
-                f"{_CALL}: {_named(node, names)} is used by {owner[0].name} of micro-batch {owner[1]} and by "
-                f"{piece[0].name} of micro-batch {piece[1]}, so gradients would not be added up as in plain training; "
-                f"{_ONE_BY_ONE}"
+                f"{_CALL}: {_named(node, names)} is used by {other} of micro-batch {number_of_other} and by {name} of "
+                f"micro-batch {number}, so gradients would not be added up as in plain training; {_ONE_BY_ONE}"
             )
-        if is_around and type(node).__name__ == "CheckpointFunctionBackward":
+        if layer is None and type(node).__name__ == "CheckpointFunctionBackward":
             raise ConfigError(
                 f"{_CALL}: a reentrant checkpoint is around layers, whose graphs are made in backward only; give it "
                 f"use_reentrant=False, or {_ONE_BY_ONE}"

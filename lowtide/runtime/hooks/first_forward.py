@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.rules import Decision, Rule
-from lowtide.core.text_table import first_few
+from lowtide.core.text_table import some_quoted
 from lowtide.profiling.producer_names import Recorder
 from lowtide.runtime.hooks.context import LayerTable, Parameters, PlanContext, Saved, SavedTensorEntry
 from lowtide.runtime.recompute.recipe_graph import Node
@@ -235,23 +235,19 @@ def warn_about_other_sites(context: PlanContext) -> None:
     if unknown_bytes > _UNPLANNED_SHARE * saved_bytes:
         largest = sorted(context.unknown_site_bytes, key=lambda name: -context.unknown_site_bytes[name])
         share = 100 * unknown_bytes / saved_bytes
-        parts.append(f"{share:.0f} % of what it saved is not in the plan and is kept ({_some(largest)})")
+        parts.append(f"{share:.0f} % of what it saved is not in the plan and is kept ({some_quoted(largest)})")
     if absent:
-        parts.append(f"it did not save what the plan wants swapped or recomputed ({_some(absent)})")
+        parts.append(f"it did not save what the plan wants swapped or recomputed ({some_quoted(absent)})")
     if wrong:
-        parts.append(f"recipes of the plan do not hold in it, and their sites are kept ({_some(wrong)})")
+        parts.append(f"recipes of the plan do not hold in it, and their sites are kept ({some_quoted(wrong)})")
     if whole:
-        parts.append(f"what the plan stores smaller does not fit its codec, and is kept whole ({_some(whole)})")
+        parts.append(f"what the plan stores smaller does not fit its codec, and is kept whole ({some_quoted(whole)})")
     if parts:
         warnings.warn(
             f"lowtide: the first forward was not the one that the plan was made for: {'; '.join(parts)}. Memory may "
             "differ from what was predicted; plan again for this model and batch.",
             stacklevel=4,
         )
-
-
-def _some(names: list[str]) -> str:
-    return first_few([f"'{name}'" for name in names], 3)
 
 
 def warn_about_idle_regions(context: PlanContext) -> None:

@@ -190,6 +190,12 @@ def test_what_cannot_be_taken_back_is_refused_in_words() -> None:
     assert _refused(net, failing(net, optimizer.step), optimizer=optimizer) == (
         start + "the closure wrote to parameters (an optimizer step belongs outside of it)."
     )
+    for own in (True, False):  # past its version; and a frozen one
+        net = _net()
+        net[1][0].bias.requires_grad_(own)
+        assert _refused(net, failing(net, lambda: net[1][0].bias.data.add_(0.25))) == (  # noqa: B023
+            start + "the closure wrote to parameters (an optimizer step belongs outside of it)."
+        )
     net = _net()
     assert _refused(net, failing(net, lambda: net.zero_grad(set_to_none=False))) == (
         start + "the closure changed gradients by itself (do so outside of it)."
