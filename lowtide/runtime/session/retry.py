@@ -112,9 +112,10 @@ class Rollback:
                 raise failure
             place = self._let_go(failure)
             start.go_back()
-            has_written = start.has_written()
+            if (obstacle := start.late_obstacle()) is not None:
+                failure.add_note(f"{not_again}{obstacle}")
             refused = {failure.path} - kept if isinstance(failure, RecomputeRefusedError) else set()
-            can_try = not has_written and (refused or len(tried) < MAX_ATTEMPTS - 1)
+            can_try = obstacle is None and (refused or len(tried) < MAX_ATTEMPTS - 1)
             # On several ranks by rules that depend on nothing but the plan, so that all do the same.
             why = failure if attempt is None else JointStepError(_first_line(failure), is_memory=True)
             how = self._handle._tighten(why, len(tried)) if can_try else None
@@ -122,9 +123,7 @@ class Rollback:
                 failure.add_note(f"lowtide: the ranks would go on with different plans ({'; '.join(answers)}).")
                 raise failure
             if how is None:
-                if has_written:
-                    failure.add_note(f"{not_again}{_WROTE}")
-                elif not _can_be_given_up(failure):
+                if obstacle is None and not _can_be_given_up(failure):
                     failure.add_note(place)
                     failure.add_note(self._failure_message(tried, start.num_unfinished()))
                 raise failure
@@ -336,11 +335,17 @@ class _Start:
             return None
         return f"it wrote to '{lost[0]}', which it had not written to before, and there is no copy of it."
 
-    def has_written(self) -> bool:
-        """Whether the closure has written to parameters past their version, as samples show. They take memory: ask
-        when the failed graph is gone."""
-        with disable_current_modes():
-            return not all(map(torch.equal, self._samples, map(sample_of, self._parameters)))
+    def late_obstacle(self) -> str | None:
+        """Why the micro-batch cannot run again, as samples of parameters show: they see what no version counts. They
+        take memory, so ask when the failed graph is gone. None: it can."""
+        try:
+            with disable_current_modes():
+                are_same = all(map(torch.equal, self._samples, map(sample_of, self._parameters)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return "there is no memory to see whether the closure wrote to parameters."
+        return None if are_same else _WROTE
 
     def go_back(self) -> None:
         """Put everything back."""
