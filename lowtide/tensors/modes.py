@@ -6,8 +6,8 @@ random generators; autocast. A `Modes` is taken when a region runs, and entered 
 since is set to what it was, and set back after it.
 Why not an error: all of these can be put back, and a backward outside of `with sdpa_kernel(...)` is the ordinary case.
 
-`RandomState` is torch's random state on the host and on devices, `autocast_state` the autocast around a module. Torch's
-checkpoint restores torch's own for the regions that it runs.
+`RandomState` is torch's random state on the host and on devices; `surroundings` are that and autocast, for a module
+that runs again.
 
 Cost: about 5 us to take settings, and as much to compare; nothing is written while all is as it was. Not covered: other
 generators; these are among what moves in a module's first run (runtime/recompute/watch.py); flags that torch does not
@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.tensors.private import (
+    DeviceContext,
     bf16_reduction,
     dispatch_modes,
     fp16_accumulation,
@@ -156,12 +157,14 @@ class Modes:
 
 
 def _modes_of_the_user() -> list[Any]:
-    """Modes that may change what operators give. Torch's own count, trace and log; torch's checkpoint takes care of the
-    one of `torch.device`."""
+    """Modes that may change what operators give. Torch's own count, trace and log, but for that of `torch.device`."""
     if not (num_function_modes() or num_dispatch_modes()):
         return []
-    modes = [*function_modes(), *dispatch_modes()]
-    return [mode for mode in modes if type(mode).__module__.partition(".")[0] not in ("torch", "lowtide")]
+    return [mode for mode in (*function_modes(), *dispatch_modes()) if _may_change_results(type(mode))]
+
+
+def _may_change_results(kind: type) -> bool:
+    return kind is DeviceContext or kind.__module__.partition(".")[0] not in ("torch", "lowtide")
 
 
 # -- random generators and autocast ------------------------------------------------------------------------------------
@@ -203,14 +206,32 @@ def autocasts() -> Iterator[tuple[str, torch.dtype]]:
             yield device_type, torch.get_autocast_dtype(device_type)
 
 
-def autocast_state(device_type: str) -> Callable[[], contextlib.AbstractContextManager]:
-    """A factory of contexts that re-enter autocast as it is now on `device_type`."""
-    if not torch.amp.is_autocast_available(device_type):
-        return contextlib.nullcontext
-    is_enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    is_caching = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=is_enabled, cache_enabled=is_caching)
+def surroundings(tensors: list[torch.Tensor]) -> Callable[[], contextlib.AbstractContextManager]:
+    """A factory of contexts with torch's random state and autocast as they are now, on the host and on the device of
+    some tensors, and with gradients on."""
+    random = RandomState(tensors)
+    casts = [_autocast_now("cpu")]
+    if random.device_type is not None and torch.amp.is_autocast_available(random.device_type):
+        casts.append(_autocast_now(random.device_type))
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with torch.enable_grad(), random.restored(), contextlib.ExitStack() as stack:
+            for cast in casts:
+                stack.enter_context(cast())
+            yield
+
+    return again
+
+
+def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:
+    return functools.partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
 
 
 def remembered_cast_bytes(module: nn.Module, device_type: str) -> int:

@@ -62,6 +62,9 @@ try:
     # Hooks of the `step` of every optimizer. They can be added publicly, not listed.
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
+    # The mode of `with torch.device(...)`.
+    from torch.utils._device import DeviceContext
+
     # What sees each operator below autograd. torch documents it, in a module whose name is private.
     # `is_traceable_wrapper_subclass`: whether a tensor breaks down into plain ones by `__tensor_flatten__`.
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -72,6 +75,7 @@ except ImportError as error:
 
 __all__ = [
     "DataDependentOutputException",
+    "DeviceContext",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",

@@ -5,7 +5,7 @@ An output of a module that is dropped has a `Rerun`, which recomputes it by runn
 Why not in the pack hook: inside a recomputed region autograd does not call our pack hook, so a pass works before and
 after the region. How a region runs, and runs again, is in runtime/recompute/region.py.
 
-Cost: that of `torch.utils.checkpoint`, and a count of what would have been saved. Not covered: which modules these are
+Cost: see runtime/recompute/region.py. Not covered: which modules these are
 (runtime/session).
 """
 
@@ -28,7 +28,6 @@ from lowtide.runtime.recompute.call import Call, without_cache
 from lowtide.runtime.recompute.region import RegionRun, own_hooks
 from lowtide.runtime.recompute.saves import Dropped
 from lowtide.tensors.kinds import is_plain, storage_key_set
-from lowtide.tensors.modes import RandomState, autocast_state
 from lowtide.tensors.private import (
     current_graph_task_id,
     disable_current_modes,
@@ -42,16 +41,14 @@ from lowtide.tensors.wrappers import inside
 class Rerun:
     """A module's dropped output, recomputed from the module's inputs when backward reads it.
 
-    Owns handles on the inputs (which may themselves be kept, swapped or recomputed), and the random and autocast state
-    in which the module ran. The result is held from the first reader of a backward pass to the last.
+    Owns handles on the inputs, which may themselves be kept, swapped or recomputed. The result is held from the first
+    reader of a backward pass to the last.
     """
 
-    __slots__ = ("autocast", "nbytes", "num_readers", "num_reads", "prints", "random", "region", "result", "task")
+    __slots__ = ("nbytes", "num_readers", "num_reads", "prints", "region", "result", "task")
 
-    def __init__(self, region: RegionRun, random: RandomState, output: torch.Tensor) -> None:
+    def __init__(self, region: RegionRun, output: torch.Tensor) -> None:
         self.region = region
-        self.random = random
-        self.autocast = autocast_state(output.device.type)
         self.nbytes = output.untyped_storage().nbytes()
         self.prints = [region.fingerprints.of(output)]
         self.num_readers = 0
@@ -80,7 +77,7 @@ class Rerun:
         region = self.region
         # With gradients, as in the first run: without them other kernels may run. The graph is released at once. What
         # it saves must not reach the hooks of an outer region that is running again.
-        with torch.enable_grad(), own_hooks(), self.random.restored(), self.autocast():
+        with own_hooks():
             output = region.make_whole(self.prints)
         assert output.untyped_storage().nbytes() == self.nbytes, "a module's second run made an output of another size"
         return output.untyped_storage()
@@ -114,12 +111,12 @@ class Regions:
         region = self._begun(now, module, forward, args, kwargs)
         if region is None:
             return forward(*args, **kwargs)
-        random, inputs = RandomState(region.call.tensors), storage_key_set([*map(inside, region.call.tensors)])
+        inputs = storage_key_set([*map(inside, region.call.tensors)])
         output = self._run(now, region, now.pack)
         if region.has_changed_inputs or not self._is_droppable(output, inputs):
             return output
         storage = output.untyped_storage()
-        rerun = Rerun(region, random, output)
+        rerun = Rerun(region, output)
         self._outputs[storage_key(storage)] = (StorageWeakRef(storage), version_of(output), rerun)
         return output
 

@@ -1,21 +1,20 @@
 """Recompute: drop what a region saves, keep its inputs, and run it again when backward reads what it saved.
 
-There are two kinds of regions, and one mechanism (`torch.utils.checkpoint`, non-reentrant, never a copy of it):
+There are two kinds of regions, and one mechanism:
 
 - a *layer*: everything it saves is dropped; its inputs stay, positional and keyword ones;
 - a single *module* without children (an activation, a norm): what it saves is dropped, and so is its **output**, which
   the next operator would have saved. Reading that output in backward runs the module once more (hooks/regions.py).
 
 The inputs of a region get handles like any other saved tensor, so they can be kept, swapped or recomputed.
-(`checkpoint` would make handles only of positional inputs, and hold keyword inputs in a closure.)
 
-`checkpoint` decides when a region runs again (once in a backward pass, and in the random state and the autocast of the
-first run). To that end it has one saved tensor of each run, without bytes; what the region itself saves goes through
-the hooks of saves.py alone, since those of checkpoint take several microseconds for each tensor.
+A region runs again at most once in a backward pass, with gradients, in the random state and the autocast of its first
+run, as one of `torch.utils.checkpoint` (non-reentrant) does. That itself is not in use: its hooks take several
+microseconds for each tensor, a call of it 130 us beside 25 here, and it makes handles of positional inputs only
+(docs/decisions/0106-regions-of-our-own.md).
 
-What this file adds to `checkpoint`:
-- an in-place write to a tensor saved inside a region raises, as in plain autograd (`checkpoint` would recompute
-  silently);
+What torch's does not do:
+- an in-place write to a tensor saved inside a region raises, as in plain autograd (torch's recomputes silently);
 - a region that writes into its own input runs again from a copy of the input as it was;
 - what the second run gives is compared with what the first one gave, by fingerprints, before a gradient is used
   (fingerprint.py, saves.py); a difference is refused by name, and the module is not run again from the next step on;
@@ -26,8 +25,6 @@ What this file adds to `checkpoint`:
 - an error of a second run is raised in words of lowtide's, with the module's name;
 - the bytes that a region drops are counted, and after they are recomputed they are in the ledger.
 
-Torch's random state and autocast are restored by checkpoint for regions, and by `Rerun` for outputs.
-
 Cost: the region's forward time once more (a module whose output is dropped: up to twice, of something cheap), and, for
 a decoder layer with 13 modules that saves 38 tensors, some 0.3 ms of Python beyond checkpoint (docs/history/LOG.md).
 Not covered: differences that fingerprints miss (docs/limits.md); side effects that leave no trace in what the region
@@ -37,7 +34,6 @@ saves or gives (a forward that prints does so twice); a key-value cache: see `wi
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -45,7 +41,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError
 
 from lowtide.runtime.offload.site import OffloadedStorage
 from lowtide.runtime.recompute.call import Call
@@ -54,9 +50,10 @@ from lowtide.runtime.recompute.fingerprint import Fingerprints, Print
 from lowtide.runtime.recompute.functions import FunctionRow, TakenOff, functions_of, taken_from, tensors_on
 from lowtide.runtime.recompute.saves import Dropped, DroppedTensor, FirstSaves, SecondSaves
 from lowtide.runtime.recompute.watch import Before, Watch
-from lowtide.runtime.saved.handle import Kept, Shared, Wrapped, is_checkpoint_hook
-from lowtide.tensors.compiled import graphs_between
+from lowtide.runtime.saved.handle import Kept, Shared, Wrapped
+from lowtide.tensors.compiled import graphs_between, never_compiled
 from lowtide.tensors.kinds import tensors_in
+from lowtide.tensors.modes import surroundings
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.private import (
     current_graph_group,
@@ -65,10 +62,8 @@ from lowtide.tensors.private import (
     gradient_hooks,
     next_sequence_number,
     num_compiled_graphs,
-    top_saved_tensors_hooks,
     version_of,
 )
-from lowtide.tensors.view import without_bytes
 from lowtide.tensors.wrappers import in_guise
 
 _WAY_OUT = (
@@ -117,7 +112,8 @@ class RegionRun:
             self.once.keep_collectives(self._check_collective, are_in_place=not watch.has_shards)
         self._output: list[Print] | None = None
         """Fingerprints of what the first run gave, where the second one goes to its end."""
-        self._has_run = False
+        self._around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        """Gives a context with the random state and the autocast of the first run."""
         self._is_read_early = False
         """Its first run took gradients of what it had saved."""
         self._made: dict[Any, _Made] = {}
@@ -139,9 +135,6 @@ class RegionRun:
         if may_change_inputs:
             with disable_current_modes():
                 copies = [tensor.detach().clone() for tensor in tensors]
-        # From these `checkpoint` learns of which devices to save the random state; it always does of the host.
-        devices = {tensor.device: None for tensor in tensors if tensor.device.type != "cpu"}
-        markers = [without_bytes(torch.float32, device) for device in devices]
         versions = [_version(tensor) for tensor in tensors]
         # A tensor of inference mode can be neither saved nor written to: it stays as it is.
         self.inputs = [
@@ -149,8 +142,7 @@ class RegionRun:
             for tensor in tensors
         ]
         try:
-            # `SecondSaves` does what early stop and the look at shapes do, whatever the caller has set.
-            output = checkpoint(self._body, *markers, use_reentrant=False, determinism_check="none")
+            output = self._make_first()
             self.state.settle()
             for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
                 if _version(tensor) != version:
@@ -170,44 +162,36 @@ class RegionRun:
             )
         self.inputs[index] = Kept(copies[index])
 
-    def _body(self, *_: torch.Tensor) -> Any:
-        """What checkpoint runs. It gets one saved tensor of each run, `marker`; who reads that runs this again."""
-        marker = without_bytes(torch.float32, torch.device("cpu"))
-        hooks = top_saved_tensors_hooks()
-        assert is_checkpoint_hook(hooks) and hooks is not None
-        if self._has_run:
-            self.make_again()
-            hooks[0](marker)
-            return None
-        self._has_run = True
+    @never_compiled
+    def _make_first(self) -> Any:
+        """The first run."""
         state, inputs = self.state, self.call.tensors
         stops = [tensor.grad_fn for tensor in inputs] if state.has_compiled else []
-        run_again = functools.partial(hooks[1], hooks[0](marker))
-        unpack = self._unpack(run_again)
+        self._around = surroundings(inputs)
         lets_go = self.watch.weights() is not None
         saves = FirstSaves(self.dropped, self.fingerprints, inputs, state.path, state.flow, lets_weights_go=lets_go)
         start = next_sequence_number()
-        with saves.hooked(unpack), self.once.running(is_again=False), state.flow or contextlib.nullcontext():
+        with saves.hooked(self._unpack), self.once.running(is_again=False), state.flow or contextlib.nullcontext():
             output = self.call.make_first()
         if state.keep_path(saves.learned()):
             self._output = self._prints_of(output)
         self.dropped.prints = self.fingerprints.together(self.dropped.prints)
         if state.looks_at_functions:
             with disable_current_modes():
-                self._look_at_functions(tensors_in(output), start, run_again)
+                self._look_at_functions(tensors_in(output), start)
         self.dropped.forward_done()
         self.watch.frees |= self.dropped.nbytes > 0
         if state.has_compiled:
             self._graphs = [*map(type, graphs_between(tensors_in(output), stops))]
         return output
 
-    def _look_at_functions(self, outputs: list[torch.Tensor], start: int, run_again: Callable[[], Any]) -> None:
+    def _look_at_functions(self, outputs: list[torch.Tensor], start: int) -> None:
         """Take off the Functions of the first run what they keep on `ctx`."""
         inputs = self.call.tensors
         off = TakenOff(outputs, inputs, self.fingerprints)
 
         def take(number: int) -> dict[str, Any]:
-            made = self._made_now(run_again).on_functions
+            made = self._made_now().on_functions
             values, made[number] = made[number], {}
             if not values:
                 self._differs(CheckpointError("a Function runs twice in one backward pass"))
@@ -226,39 +210,33 @@ class RegionRun:
             "set them to zero before you go on. From the next step on its Functions keep what they have on ctx."
         )
 
-    def _unpack(self, run_again: Callable[[], Any]) -> Callable[[DroppedTensor], torch.Tensor]:
-        """The unpack hook: it checks versions, and gives what the second run has made for this backward pass.
-        `run_again` has checkpoint start that one."""
-        dropped, made_in = self.dropped, self._made
+    @never_compiled
+    def _unpack(self, saved: DroppedTensor) -> torch.Tensor:
+        """The unpack hook: it checks the version, and gives what the second run has made for this backward pass."""
+        if version_of(saved.alias) != saved.version:
+            self.dropped.check(saved)
+        made = self._made.get(current_graph_task_id()) or self._made_now()
+        tensor = made.saved[saved.number]
+        if tensor is None:
+            self._differs(CheckpointError("a saved tensor is read twice in one backward pass"))
+        made.saved[saved.number] = None
+        return tensor
 
-        def unpack(saved: DroppedTensor) -> torch.Tensor:
-            if version_of(saved.alias) != saved.version:
-                dropped.check(saved)
-            made = made_in.get(current_graph_task_id())
-            if made is None:
-                made = self._made_now(run_again)
-            tensor = made.saved[saved.number]
-            if tensor is None:
-                self._differs(CheckpointError("a saved tensor is read twice in one backward pass"))
-            made.saved[saved.number] = None
-            return tensor
-
-        return unpack
-
-    def _made_now(self, run_again: Callable[[], Any]) -> _Made:
+    def _made_now(self) -> _Made:
         """What the second run has saved for the backward pass that is running. Runs the region again, if need be."""
         backward = _current_backward()
         if backward not in self._made:
             try:
-                run_again()
+                with self._around():
+                    self._make_again(backward)
             except CheckpointError as error:
                 self._differs(error)
         # Outside of a backward pass nobody can say when its end is.
         return self._made.pop(backward) if isinstance(backward, str) else self._made[backward]
 
-    def make_again(self) -> Any:
-        """The second run, up to the last tensor that is needed. Called by `checkpoint` in backward. What it saves is
-        compared with what the first run saved before anybody reads it."""
+    def _make_again(self, backward: Any) -> None:
+        """The second run, up to the last tensor that is needed. What it saves is compared with what the first run saved
+        before anybody reads it."""
         tensors = self.open_inputs()
         dropped = self.dropped
         is_whole = self._graphs is not None or self._output is not None or dropped.path.is_filled_late
@@ -291,7 +269,7 @@ class RegionRun:
         needed = [
             tensor if found() is not None else None for tensor, found in zip(saves.made, dropped.saved, strict=False)
         ]
-        self._made[_current_backward()] = _Made(needed, on_functions)
+        self._made[backward] = _Made(needed, on_functions)
         dropped.come_back()
 
     def _gradients(self) -> list[tuple[int, int]]:
@@ -359,10 +337,11 @@ class RegionRun:
 
     def make_whole(self, then: list[Print]) -> torch.Tensor:
         """The second run, to its end. Returns its output, whose fingerprint must be `then`."""
-        tensors = self.open_inputs()
-        with self.replayed():
-            output: torch.Tensor = self.call.make(tensors)
-        self._compare(then, self._prints_of(output), self._refuse_output)
+        with self._around():
+            tensors = self.open_inputs()
+            with self.replayed():
+                output: torch.Tensor = self.call.make(tensors)
+            self._compare(then, self._prints_of(output), self._refuse_output)
         return output
 
     @contextlib.contextmanager
@@ -426,7 +405,7 @@ class RegionRun:
 
 
 def _current_backward() -> Any:
-    """The backward pass that runs on this thread, or the group of such that is one for checkpoint; outside of any, the
+    """The backward pass that runs on this thread, or the group of such that torch takes for one; outside of any, the
     thread, as a text."""
     group = current_graph_group()
     if group is not None:
