@@ -216,7 +216,7 @@ def surroundings(tensors: list[torch.Tensor]) -> Callable[[], contextlib.Abstrac
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
-        with torch.enable_grad(), random.restored(), contextlib.ExitStack() as stack:
+        with torch.inference_mode(False), random.restored(), contextlib.ExitStack() as stack:
             for cast in casts:
                 stack.enter_context(cast())
             yield

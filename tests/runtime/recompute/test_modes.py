@@ -49,7 +49,10 @@ class Last(Block):
 
 
 def gradients(
-    block: Callable[[], nn.Module], memory: dict | None, around: Any = contextlib.nullcontext
+    block: Callable[[], nn.Module],
+    memory: dict | None,
+    around: Any = contextlib.nullcontext,
+    around_backward: Any = contextlib.nullcontext,
 ) -> list[Tensor]:
     torch.manual_seed(0)
     model = zoo.Stack(block(), block())
@@ -60,7 +63,8 @@ def gradients(
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         with around():
             loss = model(x).float().square().mean()
-        loss.backward()
+        with around_backward():
+            loss.backward()
         found += [loss.detach(), *(p.grad for p in model.parameters())]
         model.zero_grad(set_to_none=True)
     if tide is not None:
@@ -68,8 +72,9 @@ def gradients(
     return [*found, torch.get_rng_state()]
 
 
-def assert_same(block: Callable[[], nn.Module], plan: str, around: Any = contextlib.nullcontext) -> None:
-    want, got = gradients(block, None, around), gradients(block, PLANS[plan], around)
+def assert_same(block: Callable[[], nn.Module], plan: str, *around: Any) -> None:
+    """`around`: what the forward runs in, and what backward does."""
+    want, got = gradients(block, None, *around), gradients(block, PLANS[plan], *around)
     assert all(map(zoo.same_bits, got, want))
 
 
@@ -96,8 +101,11 @@ class Attends(nn.Module):
 
 @every_plan
 @pytest.mark.parametrize("act", [Asks, lambda: OutputOnly(WIDTH, WIDTH), Attends])
-def test_a_module_runs_again_in_its_grad_mode(plan: str, act: Callable[[], nn.Module]) -> None:
-    assert_same(lambda: Block(act()), plan)
+@pytest.mark.parametrize("around_backward", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_module_runs_again_in_its_grad_mode(
+    plan: str, act: Callable[[], nn.Module], around_backward: Callable[[], Any]
+) -> None:
+    assert_same(lambda: Block(act()), plan, contextlib.nullcontext, around_backward)
 
 
 def test_the_graph_of_a_second_run_is_not_kept() -> None:
@@ -265,6 +273,11 @@ class Thirds(nn.Module):
         return (x * thirds.to(x.dtype) * torch.get_num_threads() * thirds.element_size()).tanh()
 
 
+class AsksForTheDevice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2 if torch.empty(0).device.type == "meta" else 3)
+
+
 class Doubles(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -287,8 +300,9 @@ class Halves(TorchDispatchMode):
         (nn.Tanh, Doubles),
         (nn.Tanh, Halves),
         (nn.Tanh, lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+        (AsksForTheDevice, lambda: torch.device("meta")),
     ],
-    ids=["attention", "dtype", "threads", "function_mode", "dispatch_mode", "autocast"],
+    ids=["attention", "dtype", "threads", "function_mode", "dispatch_mode", "autocast", "device"],
 )
 def test_a_forward_under_other_settings_than_its_backward(plan: str, act: Callable[[], nn.Module], around: Any) -> None:
     kernel_before = torch.backends.cuda.flash_sdp_enabled()
