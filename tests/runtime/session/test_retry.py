@@ -190,6 +190,12 @@ def test_what_cannot_be_taken_back_is_refused_in_words() -> None:
     assert _refused(net, failing(net, optimizer.step), optimizer=optimizer) == (
         start + "the closure wrote to parameters (an optimizer step belongs outside of it)."
     )
+    net = _net()
+    net.wide = nn.Parameter(torch.zeros(128))
+    # One element, between those of which there are samples.
+    assert _refused(net, failing(net, lambda: net.wide.detach()[1].add_(1))) == (  # type: ignore[operator]
+        start + "the closure wrote to parameters (an optimizer step belongs outside of it)."
+    )
     for own in (True, False):  # past its version; and a frozen one
         net = _net()
         net[1][0].bias.requires_grad_(own)
