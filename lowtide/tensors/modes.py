@@ -174,7 +174,7 @@ class RandomState:
     """Random generator states of the host and of the devices of some tensors, as they are now."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.cpu = torch.get_rng_state()
+        self.cpu = torch.default_generator.get_state()
         on_device = [t for t in tensors if t.device.type not in ("cpu", "meta")]
         self.device_type = on_device[0].device.type if on_device else None
         self.devices, self.states = get_device_states(*on_device) if on_device else ([], [])
@@ -187,13 +187,19 @@ class RandomState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Draw from these states inside, and leave the generators outside untouched."""
-        with torch.random.fork_rng(devices=self.devices, device_type=self.device_type or "cuda"):
-            self.set()
-            yield
+        # `fork_rng` takes some 10 us also where there is no device to ask.
+        devices = torch.random.fork_rng(self.devices, device_type=self.device_type) if self.device_type else None
+        now = torch.default_generator.get_state()
+        with devices or contextlib.nullcontext():
+            try:
+                self.set()
+                yield
+            finally:
+                torch.default_generator.set_state(now)
 
     def set(self) -> None:
         """Draw from these states from now on."""
-        torch.set_rng_state(self.cpu)
+        torch.default_generator.set_state(self.cpu)
         if self.device_type is not None:
             set_device_states(self.devices, self.states, device_type=self.device_type)
 
@@ -210,27 +216,28 @@ def surroundings(tensors: list[torch.Tensor]) -> Callable[[], contextlib.Abstrac
     """A factory of contexts with torch's random state and autocast as they are now, on the host and on the device of
     some tensors, and with gradients on."""
     random = RandomState(tensors)
-    casts = [_autocast_now("cpu")]
+    then = [_autocast_now("cpu")]
     if random.device_type is not None and torch.amp.is_autocast_available(random.device_type):
-        casts.append(_autocast_now(random.device_type))
+        then.append(_autocast_now(random.device_type))
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         with torch.inference_mode(False), random.restored(), contextlib.ExitStack() as stack:
-            for cast in casts:
-                stack.enter_context(cast())
+            for cast in then:
+                if cast != _autocast_now(cast[0]):
+                    stack.enter_context(torch.autocast(*cast))
             yield
 
     return again
 
 
-def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:
-    return functools.partial(
-        torch.autocast,
+def _autocast_now(device_type: str) -> tuple[str, torch.dtype, bool, bool]:
+    """Of a type of device: its name, to which type it casts, whether it does, and whether it remembers casts."""
+    return (
         device_type,
-        dtype=torch.get_autocast_dtype(device_type),
-        enabled=torch.is_autocast_enabled(device_type),
-        cache_enabled=torch.is_autocast_cache_enabled(),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_enabled(device_type),
+        torch.is_autocast_cache_enabled(),
     )
 
 
