@@ -241,8 +241,7 @@ def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:
 
 
 def _told(blanks: _Blanks | None) -> str:
-    graph = " with a graph"
-    every = (f"{b.dtype}{list(b.shape)}{graph * b.requires_grad}" if b is not None else "nothing" for b in blanks or ())
+    every = (f"{b.dtype}{list(b.shape)}{' with a graph' * b.requires_grad}" if b else "nothing" for b in blanks or ())
     return ", ".join(every) or "nothing"
 
 
