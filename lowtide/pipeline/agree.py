@@ -8,9 +8,8 @@ Ranks also say where they are: one that plans for a budget does not take what an
 The rank that fails writes a `FailureNote` into the store of the job; the others find it while they wait, and end with
 it. What is written first stays, so that all ranks name the same cause, and none names a rank that ended only because
 another had.
-Cost: one small collective each; one look into the store for each `POLL_SECONDS` that a rank waits. Not covered: shapes
-that stages pass on, which the first forward finds; a rank that never comes; a rank that is killed writes nothing, and
-the rank that waited for it sees its connection close, and writes.
+Cost: one small collective each. Not covered: shapes that stages pass on, which the first forward finds; a rank that
+never comes. A rank that is killed writes nothing; one that waited for it sees its connection close, and writes.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ Facts = Mapping[str, object]
 _ABSENT = "none"
 _MET = "lowtide: at"
 """Begins what a rank brings to a place. What ranks gather in other calls begins otherwise."""
-POLL_SECONDS = 0.2
 _Made = TypeVar("_Made")
-_LINGER_SECONDS = 3.0
+_LINGER_SECONDS, _POLL_SECONDS = 3.0, 0.05
 """How long a failed rank stays for the others to read its note: the store may live in its process."""
 
 
@@ -307,4 +305,4 @@ class FailureNote:
         end = time.monotonic() + _LINGER_SECONDS
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < end and self._store.add(f"{self._place}/readers", 0) < self._num_ranks - 1:
-                time.sleep(POLL_SECONDS / 4)
+                time.sleep(_POLL_SECONDS)

@@ -18,7 +18,8 @@ what layers gave out (router losses); keys and values kept for generating; kinds
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +64,11 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
     if not hasattr(getattr(model, "model", None), "layers"):
         inside = "model.get_base_model()" if hasattr(model, "get_base_model") else "the model that is inside it"
         raise ConfigError(f"pipeline: {type(model).__name__} has no model.layers to cut; cut {inside} instead")
-    layers = list(layers)
     if getattr(model.config, "output_router_logits", False):
         raise ConfigError(
             "pipeline: output_router_logits adds router losses of all layers, which no stage has; turn it off"
         )
-    _refuse_what_no_stage_runs(model)
+    _refuse_what_no_stage_runs(model, {f"model.layers.{n}": stage for stage, own in enumerate(layers) for n in own})
     num_layers = len(model.model.layers)
     if model.config.num_hidden_layers != num_layers:
         raise ConfigError(
@@ -90,9 +90,10 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
     return stages
 
 
-def _refuse_what_no_stage_runs(model: Any) -> None:
+def _refuse_what_no_stage_runs(model: Any, stage_of: Mapping[str, int]) -> None:
     """ConfigError where not only the forwards of transformers run (each stage runs the inner one, none the outer one),
-    and for a tensor that is trained and of which stages would have copies."""
+    and for what stages would have copies of: a trained tensor; an empty list (or the like) that two of them have. Full
+    ones are often settings."""
     for name, module in (("the model", model), ("model.model", model.model)):
         why = "has hooks" if any(getattr(module, hooks) for hooks in (*FORWARD_HOOKS, *BACKWARD_HOOKS)) else ""
         if not type(module).__module__.startswith("transformers.models."):
@@ -104,12 +105,21 @@ def _refuse_what_no_stage_runs(model: Any) -> None:
                 f"pipeline: {name} {why}, and what it adds to the forward of the whole model no stage would compute. "
                 "Take it off, put it into a layer or into the loss, or give Pipeline stages of your own"
             )
+    seen: dict[int, tuple[int | None, str]] = {}
     for name, module in model.named_modules():
-        for key, value in vars(module).items():
+        stage = stage_of.get(".".join(name.split(".")[:3]))
+        for key in sorted(vars(module).keys() - vars(nn.Module()).keys()):
+            value = vars(module)[key]
+            first, other = seen.setdefault(id(value), (stage, f"{name}.{key}"))
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise ConfigError(
                     f"pipeline: '{name}.{key}' requires a gradient and is no parameter, so stages would have copies of "
                     "it; make it an nn.Parameter"
+                )
+            if isinstance(value, list | dict | set | deque) and not value and first != stage:
+                raise ConfigError(
+                    f"pipeline: '{other}' and '{name}.{key}' are one empty {type(value).__name__}, of which each stage "
+                    "would fill a copy; give each layer its own, or one tuple to all if it is only read"
                 )
 
 

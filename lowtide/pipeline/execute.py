@@ -24,7 +24,7 @@ import functools
 import threading
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ from lowtide.pipeline.torch_stage import (
     keep_whole,
     passed_on,
     runtime_of,
+    unwritten,
     walk,
     with_places,
 )
@@ -167,16 +168,15 @@ class Pipeline:
         """
         if self._failure is not None:
             raise PipelineError(f"pipeline: it has ended: {self._failure}; make a new one")
-        mistake = self.batch_mistake(inputs, targets)
-        divide_by = float(self.schedule.num_micro_batches if divide_by is None else divide_by)
         if self.num_steps == 0:
             self._open()
         self.num_steps += 1
         gradients = StepGradients(self.weights, shared=self.tied.weights)
         step = self._walk = _Walk(self, gradients, inputs, targets, keywords)
         try:
-            if mistake is not None:
+            if (mistake := self.batch_mistake(inputs, targets)) is not None:
                 raise mistake
+            divide_by = float(self.schedule.num_micro_batches if divide_by is None else divide_by)
             step.run(divide_by)
         except BaseException as error:
             gradients.take_back()
@@ -199,7 +199,10 @@ class Pipeline:
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the gradients of all stages, shared weights counted once: what `torch.nn.utils.get_total_norm`
         gives of the whole model in one process, to the bit. Collective over the ranks of the pipeline."""
-        return gradient_norm(self.weights, self.tied.counted_elsewhere(), self.group)
+        with self.ending_all("gradient_norm"):
+            late = self.transport if self.num_steps else None  # else others may be at the first step
+            ask = functools.partial(meet, group=self.group) if late is None else late.meet
+            return gradient_norm(self.weights, self.tied.counted_elsewhere(), functools.partial(ask, "gradient_norm"))
 
     def _open(self) -> None:
         """Before the first step ranks meet. Raises ConfigError on all where something differs that must be equal."""
@@ -233,8 +236,9 @@ class Pipeline:
         for name, batch, stage in (("inputs", inputs, 0), ("targets", targets, last)):
             if stage not in self.stages:
                 continue
-            if batch is None or len(batch) != self.schedule.num_micro_batches:
-                given = "none" if batch is None else str(len(batch))
+            length = len(batch) if isinstance(batch, Sized) else None
+            if length != self.schedule.num_micro_batches:
+                given = "none" if batch is None else f"a {type(batch).__name__}" if length is None else str(length)
                 return ConfigError(
                     f"pipeline: rank {self.rank} has stage {stage} and needs {name} for "
                     f"{self.schedule.num_micro_batches} micro-batches; it was given {given}"
@@ -320,7 +324,7 @@ class _Walk:
         self.error: BaseException | None = None
         self._chunks: dict[tuple[int, int], tuple[Tensors, Places]] = {}
         """Of forwards without their backwards: what came from the stage before, and the places of the outputs."""
-        self._local: dict[Result, Tensors] = {}
+        self._local: dict[Result, tuple[Tensors, Callable[[], None]]] = {}
         """Results that this rank made for itself."""
         self.losses: dict[int, torch.Tensor] = {}
         """By micro-batch."""
@@ -365,7 +369,7 @@ class _Walk:
         tied = self._pipeline.tied
         faults = [tied.written_buffer()]
         if self._transport is not None and tied.has_ties and self._pipeline.num_steps == 1:
-            faults = self._transport.meet(faults[0], "was at the end of its first step")
+            faults = self._transport.meet("the end of the first step", faults[0])
         for fault in filter(None, faults):
             raise ConfigError(fault)
 
@@ -413,7 +417,9 @@ class _Walk:
 
     def _take(self, result: Result) -> Tensors:
         if result in self._local:
-            return self._local.pop(result)
+            tensors, check = self._local.pop(result)
+            check()
+            return tensors
         assert self._transport is not None
         return self._transport.read(result)
 
@@ -504,7 +510,7 @@ class _Walk:
         if result is None or reader is None:
             return
         if reader == self._pipeline.rank:
-            self._local[result] = tensors
+            self._local[result] = tensors, unwritten(result, tensors)
             return
         assert self._transport is not None
         with self._lock:

@@ -39,11 +39,11 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 class SplitExperts(nn.Module):
     """Of `num_experts` experts those of this rank, and the way to all others."""
 
-    def __init__(self, experts: Any, *, group: Any, is_grouped: bool, num_parts: int, shared: nn.Module | None) -> None:
+    def __init__(self, experts: Any, *, group: Any, is_grouped: bool, num_parts: int) -> None:
         """`experts`: the block's own, whose parameters hold this rank's share already.
 
         `is_grouped`: one grouped product and the sums that go with it, as `transformers` has them under "grouped_mm";
-        else a product for each expert, as under "eager". `shared`: experts of the same block that all tokens go to.
+        else a product for each expert, as under "eager".
         """
         super().__init__()
         self.num_experts: int = experts.num_experts
@@ -53,17 +53,17 @@ class SplitExperts(nn.Module):
         self.is_grouped = is_grouped
         self.group = group
         self.num_parts = num_parts
-        self._shared: tuple[Any] = (shared,)  # in a tuple: it is the block's module, and not one of these
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
+        shared: nn.Module | None = None,
         for_shared: torch.Tensor | None = None,
     ) -> Any:
-        """(T, H), (T, K), (T, K) to (T, H), as the block's own experts. With an input for the shared experts: that, and
-        what they give."""
+        """(T, H), (T, K), (T, K) to (T, H), as the block's own experts. With experts of the same block that all tokens
+        go to, and their input: that, and what they give."""
         token, pair, place, parts = self._route(top_k_index)
         rows = _Moved.apply(hidden_states, token, place, self.is_grouped)
         of_parts = (rows,) if self.num_parts == 1 else rows.split([sum(part.num_sent) for part in parts])
@@ -72,7 +72,7 @@ class SplitExperts(nn.Module):
             for own, part in zip(of_parts, parts, strict=True)
         )
         del rows, of_parts
-        from_shared = None if for_shared is None else self._shared[0](for_shared)
+        from_shared = None if shared is None else shared(for_shared)
         coming_back = []
         weights = map(self._of_parts, (self.gate_up_proj, self.down_proj))
         for part, gate_up, down in zip(parts, *weights, strict=True):
@@ -87,7 +87,7 @@ class SplitExperts(nn.Module):
             routed = rows.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(hidden_states.dtype)
         else:
             routed = _Moved.apply(rows.to(hidden_states.dtype), place, token)
-        return routed if for_shared is None else (routed, from_shared)
+        return routed if shared is None else (routed, from_shared)
 
     @torch.no_grad()
     def _route(self, top_k_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[_Part]]:

@@ -11,11 +11,8 @@ their rows are there. For all other parameters each rank has the gradient of its
 once after the last micro-batch of a step, sums these over the ranks, and then divides every gradient by the number of
 ranks. So the step is that of the mean of the ranks' losses.
 
-Bits. With one rank, loss and gradients are those of the unsplit model. With two, they are those of one process that
-takes both batches through the layers together, concatenates for each expert the rows of both batches in the order of
-the ranks, and adds gradients of the rest in the order of the ranks, division last. A process that takes one batch after
-the other computes the same sums in another order: equal up to rounding. Beyond two ranks the backend chooses the order
-of the sums over ranks.
+Bits: those of one process that takes the batches of all ranks through the layers together (docs/pipelines.md), rows and
+sums in the order of the ranks, division last. Beyond two ranks the backend chooses the order of the sums over ranks.
 
 State. `model.state_dict()` has the keys that it had, and of the experts this rank's share. `full_state_dict` and
 `load_full_state_dict` are about the whole model.
@@ -101,10 +98,9 @@ class ExpertParallel:
             parameter.data = self._own_slice(parameter.data).clone()
         is_grouped = _IMPLEMENTATIONS[experts_implementation(experts.config)]
         block: Any = self.model.get_submodule(name.rpartition(".")[0])
-        shared = _shared_of(block)
-        split = SplitExperts(experts, group=self.group, is_grouped=is_grouped, num_parts=num_parts, shared=shared)
+        split = SplitExperts(experts, group=self.group, is_grouped=is_grouped, num_parts=num_parts)
         self.model.set_submodule(name, split.train(experts.training))
-        if shared is not None:
+        if _has_shared(block):
             around = functools.partial(_run_with_shared, block)
             self._with_shared.append(ForwardPatch(block, around, is_below=True))
         return split
@@ -298,11 +294,11 @@ def _with_shared(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x  # noqa: RET504 (the same code, to the last instruction)
 
 
-def _shared_of(block: Any) -> nn.Module | None:
-    """The shared experts of a block that adds what they give as `_with_shared` does; None for any other block."""
+def _has_shared(block: Any) -> bool:
+    """Whether a block adds what its shared experts give as `_with_shared` does."""
     codes = [getattr(each, "__code__", None) for each in (type(block).forward, _with_shared)]
     found, known = ([each.co_code, each.co_names, each.co_consts] if each is not None else None for each in codes)
-    return block.shared_experts if found == known and "forward" not in vars(block) else None
+    return found == known and "forward" not in vars(block)
 
 
 def _run_with_shared(block: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -311,7 +307,7 @@ def _run_with_shared(block: Any, forward: Callable[..., Any], args: tuple, kwarg
         return forward(*args, **kwargs)
     (x,) = args
     _, weights, index = block.gate(x)
-    routed, from_shared = block.experts(x.view(-1, x.shape[-1]), index, weights, for_shared=x)
+    routed, from_shared = block.experts(x.view(-1, x.shape[-1]), index, weights, block.shared_experts, x)
     return routed.view(*x.shape) + from_shared
 
 

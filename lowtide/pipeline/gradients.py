@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,6 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline.schedule import Kind, Result
 from lowtide.tensors.fsdp import is_sharded, local_part, whole_of
 from lowtide.tensors.private import version_of
-from lowtide.tensors.ranks import gather
 
 _SAMPLED = 64
 """Elements of a weight that are compared."""
@@ -201,21 +200,21 @@ class TiedWeights:
         for number, tie, own in self._ties:
             others = {self._rank_of_stage[place.stage] for place in tie} - {self._rank}
             for place, weight in own.items():
-                message = (gradients.sum_of(place.stage, weight), elements_of(weight))
+                message = (gradients.sums_of(weight).get(place.stage), elements_of(weight))
                 for other in sorted(others):
                     transport.send(_result_of(place, number), message, to=other)
             for place in tie:
                 if place not in own:
                     transport.ask(_result_of(place, number), source=self._rank_of_stage[place.stage])
         for number, tie, own in self._ties:
-            sums = {place: gradients.sum_of(place.stage, weight) for place, weight in own.items()}
+            sums = {place: gradients.sums_of(weight).get(place.stage) for place, weight in own.items()}
             for place in tie:
                 if place not in own:
                     sums[place], sample = transport.read(_result_of(place, number))
                     self._compare(own, place, sample)
             for place, given in sums.items():
                 for weight in own.values():
-                    gradients.add_remote(place.stage, weight, None if given is None else given.clone())
+                    gradients.sums_of(weight)[place.stage] = None if given is None else given.clone()
 
     def _compare(self, own: Mapping[Place, torch.Tensor], place: Place, sample: torch.Tensor) -> None:
         for here, weight in own.items():
@@ -290,13 +289,9 @@ class StepGradients:
                 sums[stage] = weight.grad
                 weight.grad = gradient
 
-    def sum_of(self, stage: int, weight: torch.Tensor) -> torch.Tensor | None:
-        """Of a shared weight, what this stage has added up."""
-        return self._sums[weight].get(stage)
-
-    def add_remote(self, stage: int, weight: torch.Tensor, given: torch.Tensor | None) -> None:
-        """What a stage of another rank has added up for this shared weight."""
-        self._sums[weight][stage] = given
+    def sums_of(self, weight: torch.Tensor) -> dict[int, torch.Tensor | None]:
+        """Of a shared weight, what each stage has added up. Those of other ranks are to be put there."""
+        return self._sums[weight]
 
     def give(self, divide_by: float) -> None:
         """Make the sums the gradients of the weights."""
@@ -324,9 +319,10 @@ class StepGradients:
 
 
 def gradient_norm(
-    weights: Mapping[int, Sequence[torch.Tensor]], elsewhere: Collection[torch.Tensor], group: Any
+    weights: Mapping[int, Sequence[torch.Tensor]], elsewhere: Collection[torch.Tensor], gather: Callable[[Any], Any]
 ) -> torch.Tensor:
-    """Collective. weights: of each stage of the rank. elsewhere: those that another place counts."""
+    """weights: of each stage of the rank. elsewhere: those that another place counts. gather: gives what each rank
+    brings."""
     seen = set(elsewhere)
     own: dict[int, list[tuple[torch.dtype, float]]] = {}
     for stage, each in sorted(weights.items()):
@@ -336,7 +332,7 @@ def gradient_norm(
                 norm = whole_of(torch.nn.utils.get_total_norm([weight.grad]))
                 own[stage].append((norm.dtype, float(norm)))
             seen.add(weight)
-    stages = {stage: norms for rank in gather(own, group) for stage, norms in rank.items()}
+    stages = {stage: norms for rank in gather(own) for stage, norms in rank.items()}
     norms = [torch.tensor(norm, dtype=dtype) for _, every in sorted(stages.items()) for dtype, norm in every]
     device = next((weight.device for each in weights.values() for weight in each), torch.device("cpu"))
     return torch.nn.utils.get_total_norm(norms).to(device)

@@ -264,9 +264,7 @@ _OF_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 def to_csv(schedule: Schedule) -> str:
     """Lines end as in torch's files."""
-    text = io.StringIO()
-    csv.writer(text).writerows(schedule.actions)
-    return text.getvalue()
+    return "".join(",".join(map(str, row)) + "\r\n" for row in schedule.actions)
 
 
 def from_csv(text: str, *, source: str, name: str) -> Schedule:
@@ -299,8 +297,7 @@ def from_csv(text: str, *, source: str, name: str) -> Schedule:
 
 def _parsed(word: str, where: str) -> AnyAction:
     if found := _PAIR.fullmatch(word):
-        forward, backward = (_single(part.strip(), where) for part in found.groups())
-        return Pair(forward, backward)
+        return Pair(*(_single(part.strip(), where) for part in found.groups()))
     return _single(word, where)
 
 

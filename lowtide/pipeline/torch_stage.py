@@ -27,9 +27,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, OVERLAP_F_B
 
 from lowtide.errors import ConfigError
-from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Schedule
+from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
 from lowtide.tensors.fsdp import is_fsdp
-from lowtide.tensors.private import await_unshard, make_schedule_runtime
+from lowtide.tensors.private import await_unshard, make_schedule_runtime, version_of
 
 Step = Callable[[], Any]
 """The step that is under way: it carries out actions of the rank's row but for sends (`do`), and has the `error` of one
@@ -166,6 +166,20 @@ def with_places(outputs: Tensors) -> tuple[Places, Tensors]:
         places.append(get_gradient_edge(each) if each is not None and has_gradient else None)
         following.append(None if each is None else each.detach().requires_grad_(has_gradient))
     return tuple(places), tuple(following)
+
+
+def unwritten(result: Result, tensors: Tensors) -> Callable[[], None]:
+    """To be called when the reader has them: ConfigError where one (a buffer, a part of the batch) has changed."""
+    held = [(each, version_of(each)) for each in tensors if each is not None]
+
+    def check() -> None:
+        if any(version_of(each) != version for each, version in held):
+            raise ConfigError(
+                f"pipeline: what stage {result.stage} passed on at {result.send} was written to before its reader "
+                "began; pass on a copy: clone()"
+            )
+
+    return check
 
 
 def backward(leaves: Tensors, places: Places, gradients: Tensors) -> Tensors:

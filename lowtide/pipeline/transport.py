@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -33,11 +33,10 @@ import torch
 import torch.distributed as dist
 
 from lowtide.errors import ConfigError, PipelineError
-from lowtide.pipeline.agree import FailureNote, refuse_difference
+from lowtide.pipeline.agree import FailureNote, meet, refuse_difference
 from lowtide.pipeline.live_chunks import HEAD_BYTES
 from lowtide.pipeline.schedule import Kind, Result
-from lowtide.pipeline.torch_stage import Tensors
-from lowtide.tensors.ranks import gather
+from lowtide.pipeline.torch_stage import Tensors, unwritten
 
 
 class _Blank(NamedTuple):
@@ -51,7 +50,7 @@ class _Blank(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Blank:
-        stride = tensor.stride()
+        stride = torch.empty_like(tensor, device="meta").stride()  # of a copy: an expanded dimension has none
         order = tuple(sorted(range(tensor.ndim), key=lambda dim: -stride[dim]))
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad, order)
 
@@ -90,25 +89,25 @@ class GroupTransport:
         """By the kind and stage of a result and the number of a shape."""
         self._asked: dict[Result, tuple[int, Tensors, Sequence[Any]]] = {}
         """What is expected: from which rank, into which tensors, and the works that bring it."""
-        self._on_the_way: defaultdict[Result, list[tuple[int, list[Any], Sequence[torch.Tensor]]]] = defaultdict(list)
-        """What was sent: to which ranks, the works that carry it, and the tensors that they need."""
+        self._on_the_way: defaultdict[Result, list[tuple[int, list[Any], Callable[[], None]]]] = defaultdict(list)
+        """What was sent: to which ranks, the works that carry it, and a check of the tensors that they need."""
 
     def begin(self, shapes: Sequence[Hashable] | None, *, state: Any, divide_by: float) -> None:
         """A step begins. shapes: of each micro-batch, on the first rank. state: where it is another one than in the
         last step, stages of this rank may pass on other tensors for the same shapes. Raises ConfigError where ranks
         divide by different numbers."""
         has_changed, self._state = state != self._state, state
-        said = self.meet((shapes, has_changed, {"values of divide_by": divide_by}), "was beginning a step")
+        said = self.meet("the beginning of a step", (shapes, has_changed, {"values of divide_by": divide_by}))
         refuse_difference("pipeline", [facts for *_, facts in said])
         if any(has_changed for _, has_changed, _ in said):
             self._known.clear()
         every = next(shapes for shapes, *_ in said if shapes is not None)
         self._shapes = [self._numbers.setdefault(shape, len(self._numbers)) for shape in every]
 
-    def meet(self, value: Any, doing: str) -> list[Any]:
-        """What each rank brings."""
-        with self._telling(None, doing):
-            return gather(value, self._heads)
+    def meet(self, place: str, value: Any) -> list[Any]:
+        """What each rank brings. Raises ConfigError on all ranks where one of them is at another place."""
+        with self._telling(None, f"was at {place}"):
+            return meet(place, value, self._heads)
 
     def send(self, result: Result, tensors: Sequence[torch.Tensor | None], *, to: int) -> None:
         """Begin, and return. The tensors are held until `let_go_of` or `finish`."""
@@ -128,13 +127,13 @@ class GroupTransport:
             )
         way = self._ways[int(to < self.rank)]
         parts += [
-            (tensor.detach().permute(blank.order).contiguous(), way)
+            (tensor.detach().resolve_conj().resolve_neg().permute(blank.order).contiguous(), way)
             for tensor, blank in zip(tensors, blanks, strict=True)
             if tensor is not None and blank is not None and tensor.numel()
         ]
         with self._telling(to, f"was sending {result.send} to it"):
             works = [dist.isend(_bytes_of(part), group=group, group_dst=to) for part, group in parts]
-        self._on_the_way[result].append((to, works, [part for part, _ in parts]))
+        self._on_the_way[result].append((to, works, unwritten(result, tuple(part for part, _ in parts))))
 
     def ask(self, result: Result, *, source: int) -> None:
         """Expect a result. Those of one source come in the order in which they were asked for."""
@@ -169,10 +168,11 @@ class GroupTransport:
     def let_go_of(self, results: Iterable[Result]) -> None:
         """Wait until these have gone."""
         for result in results:
-            for to, works, _ in self._on_the_way.pop(result):
+            for to, works, check in self._on_the_way.pop(result):
                 with self._telling(to, f"was sending {result.send} to it"):
                     for work in works:
                         work.wait()
+                check()
 
     def finish(self) -> None:
         """Wait until everything that was sent has gone."""
@@ -223,7 +223,8 @@ class GroupTransport:
             who = "another rank" if peer is None else f"rank {peer}"
             noted = self.note.read()
             if noted is None:
-                own = f"{who} ended without a word; rank {self.rank} {doing} ({_first_line(error)})"
+                first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                own = f"{who} ended without a word; rank {self.rank} {doing} ({first_line})"
                 noted = self.note.settle(own)
             raise PipelineError(f"pipeline: {noted}") from error
 
@@ -240,19 +241,10 @@ def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:
 
 
 def _told(blanks: _Blanks | None) -> str:
-    words = {True: " with a graph", False: ""}
-    every = [
-        "nothing" if each is None else f"{each.dtype}{list(each.shape)}{words[each.requires_grad]}"
-        for each in blanks or ()
-    ]
+    every = (f"{b.dtype}{list(b.shape)}{' with a graph' * b.requires_grad}" if b else "nothing" for b in blanks or ())
     return ", ".join(every) or "nothing"
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory: backends know few dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

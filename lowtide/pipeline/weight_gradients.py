@@ -373,11 +373,8 @@ class _Linear(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])
         for_x = (flat @ weight).view_as(x) if ctx.needs_input_grad[0] else None
         for_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-
-        def of_weight() -> torch.Tensor:
-            return flat.t() @ x.reshape(-1, x.shape[-1])
-
-        return for_x, _given_or_put_off(ctx, of_weight, gradient), for_bias, None
+        of_weight = _given_or_put_off(ctx, lambda: flat.t() @ x.reshape(-1, x.shape[-1]), gradient)
+        return for_x, of_weight, for_bias, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -391,11 +388,8 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, weight, offsets = ctx.saved_tensors
         for_x = F.grouped_mm(gradient, weight.transpose(-1, -2), offs=offsets) if ctx.needs_input_grad[0] else None
-
-        def of_weight() -> torch.Tensor:
-            return F.grouped_mm(x.t(), gradient, offs=offsets)
-
-        return for_x, _given_or_put_off(ctx, of_weight, gradient), None, None
+        of_weight = _given_or_put_off(ctx, lambda: F.grouped_mm(x.t(), gradient, offs=offsets), gradient)
+        return for_x, of_weight, None, None
 
 
 def _given_or_put_off(ctx: Any, of_weight: _Closure, of_output: torch.Tensor) -> torch.Tensor | None:

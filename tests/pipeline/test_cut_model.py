@@ -163,6 +163,11 @@ def _trains_another_tensor(model: Any) -> None:
     model.model.layers[3].mlp = _Scaled(model.model.layers[3].mlp)
 
 
+def _shares_a_list(model: Any) -> None:
+    """In which each layer leaves a loss."""
+    model.model.layers[1].mlp.found = model.model.layers[2].mlp.found = []
+
+
 _ADDS = (
     ", and what it adds to the forward of the whole model no stage would compute. Take it off, put it into a layer or "
     "into the loss, or give Pipeline stages of your own"
@@ -184,6 +189,11 @@ _ADDS = (
             _trains_another_tensor,
             "'model.layers.3.mlp.scale' requires a gradient and is no parameter, so stages would have copies of it; "
             "make it an nn.Parameter",
+        ),
+        (
+            _shares_a_list,
+            "'model.layers.1.mlp.found' and 'model.layers.2.mlp.found' are one empty list, of which each stage would "
+            "fill a copy; give each layer its own, or one tuple to all if it is only read",
         ),
     ],
 )
@@ -217,11 +227,19 @@ def _shares_a_table(model: Any) -> None:
         model.model.layers[number].mlp = _Table(model.model.layers[number].mlp, table)
 
 
+def _has_lists_of_its_own(model: Any) -> None:
+    """Within one stage; and settings in all, as adapters have them."""
+    model.model.layers[0].mlp.found = model.model.layers[1].mlp.found = []
+    model.model.layers[0].mlp.read = model.model.layers[3].mlp.read = ["default"]
+
+
 def _has_checkpoints(model: Any) -> None:
     model.gradient_checkpointing_enable()
 
 
-@pytest.mark.parametrize("change", [_has_a_norm_without_weights, _shares_a_table, _has_checkpoints])
+@pytest.mark.parametrize(
+    "change", [_has_a_norm_without_weights, _shares_a_table, _has_lists_of_its_own, _has_checkpoints]
+)
 def test_habits_keep_the_bits(change: Callable[[Any], None]) -> None:
     model, whole = _model("llama"), _model("llama")
     change(model)

@@ -23,6 +23,15 @@ SEVERAL = [name for name in GENERATORS if name != "one_stage_overlap"]
 """Schedules of more than one rank."""
 
 
+PASSED_ON = {
+    "expanded": "zb_v",
+    "conjugated": "zb_v",
+    "negated": "interleaved",
+    "transposed": "gpipe",
+    "copied": "zb_v",
+    "written": "interleaved",
+}
+"""Kinds of tensors, each under a schedule."""
 Job = two_ranks.Job
 
 
@@ -46,7 +55,7 @@ def _jobs_of(name: str) -> dict[str, Job]:
 
 JOBS = {words: job for name in SEVERAL for words, job in _jobs_of(name).items()}
 JOBS["refused"] = ("refused", {})
-for _how in ("raises", "other width", "too few inputs"):
+for _how in ("raises", "other width", "too few inputs", "generator"):
     JOBS[_how] = ("broken_step", {"name": "1f1b", "how": _how})
 FOR_TWO: dict[str, Job] = {
     "many steps": ("many_steps", {"num_steps": 50}),
@@ -55,6 +64,8 @@ FOR_TWO: dict[str, Job] = {
     "kept gradients": ("kept_gradients", {}),
     "swapped": ("swapped", {}),
     "changing": ("changing", {}),
+    **{f"passed on, {how}": ("passed_on", {"how": how, "name": name}) for how, name in PASSED_ON.items()},
+    **{f"norm, {how}": ("norm_of_some", {"how": how}) for how in ("alone", "too early", "sparse")},
 }
 """Jobs that more ranks would only make longer."""
 FOR_FOUR: dict[str, Job] = {
@@ -168,6 +179,11 @@ def test_ranks_that_do_not_fit_together_refuse_together(answers: dict[str, tuple
             "rank 0 failed at its start of step 1",
             "ConfigError: pipeline: rank 0 has stage 0 and needs inputs for 10 micro-batches; it was given 9",
         ),
+        (
+            "generator",
+            "rank 0 failed at its start of step 1",
+            "ConfigError: pipeline: rank 0 has stage 0 and needs inputs for 10 micro-batches; it was given a generator",
+        ),
     ],
 )
 def test_a_failure_of_one_rank_ends_all_with_one_text(
@@ -235,6 +251,30 @@ def test_what_a_stage_passes_on_may_change_with_its_weights_and_not_by_itself(
     first, second = answers["changing"]
     assert first == [f"pipeline: {text}"]
     assert second == [f"pipeline: rank 0 failed at 0F7 of step 4: ConfigError: pipeline: {text}"]
+
+
+@pytest.mark.parametrize("answers", ["two"], indirect=True)
+@pytest.mark.parametrize("how", PASSED_ON)
+def test_what_is_passed_on_arrives_as_in_one_process_or_is_refused(
+    answers: dict[str, tuple[Any, ...]], how: str
+) -> None:
+    text = "what stage N passed on at NSEND_FN was written to before its reader began; pass on a copy: clone()"
+    assert answers[f"passed on, {how}"] == ([f"pipeline: {text}"] if how == "written" else [],) * 2
+
+
+@pytest.mark.parametrize("answers", ["two"], indirect=True)
+@pytest.mark.parametrize("how", ["alone", "too early"])
+def test_a_norm_that_one_rank_asks_for_is_refused_on_all(answers: dict[str, tuple[Any, ...]], how: str) -> None:
+    other = "the first step" if how == "too early" else "the beginning of a step"
+    for told in answers[f"norm, {how}"]:
+        assert told.startswith(f"ConfigError: pipeline: rank 0 is at gradient_norm, and rank 1 at {other}; all ranks")
+
+
+@pytest.mark.parametrize("answers", ["two"], indirect=True)
+def test_a_norm_that_one_rank_cannot_tell_ends_all(answers: dict[str, tuple[Any, ...]]) -> None:
+    first, second = answers["norm, sparse"]
+    assert first.startswith("NotImplementedError") and first.endswith("lowtide: rank 0 failed at gradient_norm")
+    assert second.startswith("PipelineError: pipeline: rank 0 failed at gradient_norm: NotImplementedError")
 
 
 @pytest.mark.parametrize("answers", ["four"], indirect=True)

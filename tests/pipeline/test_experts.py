@@ -19,7 +19,7 @@ from lowtide.core.fate import Fate
 from lowtide.errors import ConfigError
 from lowtide.pipeline import Overlap, expert_block, split_experts
 from lowtide.pipeline.exchange import start_on_group
-from lowtide.pipeline.experts import _shared_of, find_experts
+from lowtide.pipeline.experts import _has_shared, find_experts
 from tests.support import moe_models, two_ranks
 from tests.support.zoo import same_bits
 
@@ -173,8 +173,9 @@ def hides_exchanges(rank: int) -> list[str]:
     split_experts(model, group=_groups_of_one()[rank], num_parts=2)
     block = model.model.layers[1].mlp
     seen: list[str] = []
+    block.shared_experts = nn.Sequential(block.shared_experts)  # what is there when the block runs counts
     block.shared_experts.register_forward_pre_hook(lambda *_: seen.append("shared"))
-    block.shared_experts.gate_proj.register_full_backward_pre_hook(lambda *_: seen.append("shared"))
+    block.shared_experts[0].gate_proj.register_full_backward_pre_hook(lambda *_: seen.append("shared"))
 
     class Work:
         def __init__(self, work: Any) -> None:
@@ -432,7 +433,7 @@ def test_shared_experts_and_other_parts_run_while_rows_travel(answers: dict[str,
 
 def test_shared_experts_of_a_block_with_other_code_stay_where_they_are() -> None:
     block: Any = moe_models.make_model("deepseek_v3", "eager").model.layers[-1].mlp
-    assert _shared_of(block) is block.shared_experts
+    assert _has_shared(block)
     kind = type(block)
 
     class Less(kind):  # type: ignore[misc, valid-type]
@@ -445,10 +446,10 @@ def test_shared_experts_of_a_block_with_other_code_stay_where_they_are() -> None
             return x - self.shared_experts(whole)
 
     block.__class__ = Less
-    assert _shared_of(block) is None
+    assert not _has_shared(block)
     block.__class__ = kind
     block.forward = block.forward
-    assert _shared_of(block) is None
+    assert not _has_shared(block)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

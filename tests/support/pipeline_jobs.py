@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import os
+import re
 import signal
 import threading
 import weakref
@@ -167,6 +168,8 @@ def broken_step(rank: int, name: str, how: str) -> str:
         stages[0].layers.append(Other())
     if rank == 0 and how == "too few inputs":
         inputs = inputs[:-1]
+    if rank == 0 and how == "generator":
+        inputs = (entry for entry in inputs)
     for stage in stages.values():
         for parameter in stage.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -417,6 +420,77 @@ class Shrinking(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         self.num_calls += 1
         return tuple(each[:1] if self.num_calls == 8 and each.dim() > 1 else each for each in inputs)
+
+
+class Passing(nn.Module):
+    """Passes on what `how` makes of its own result; reads a number for each element, whatever it was made into."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        x = self.layer(x.real - x.imag if x.is_complex() else x) * (1 + sum(each.sum() for each in more))
+        self.count += 1
+        if self.how == "conjugated":
+            return torch.complex(x, x.square()).conj()
+        if self.how == "negated":
+            return x, torch.complex(x, x.square()).conj()[0, 0].imag
+        if self.how == "expanded":
+            return x.mean(0, keepdim=True).expand(3, 4)
+        return {"transposed": x.t().contiguous().t(), "written": (x, self.count), "copied": (x, self.count.clone())}[
+            self.how
+        ]
+
+
+def passed_on(rank: int, how: str, name: str) -> list[str]:
+    """What differs from one process where stages pass on such tensors, or what is said."""
+    schedule = make_schedule(name, num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+    torch.manual_seed(0)
+    every = [Passing(how) for _ in range(schedule.num_stages)]
+    plain = copy.deepcopy(every)
+    batch = [torch.randn(3, 4) for _ in range(MANY)]
+
+    def loss_of(output: Any, target: Tensor) -> Tensor:
+        output = output[0] if isinstance(output, tuple) else output
+        return nn.functional.mse_loss(output.real - output.imag if output.is_complex() else output, target)
+
+    wanted = []
+    for x in batch:
+        given: Any = (x,)
+        for stage in plain:
+            given = stage(*given)
+            given = given if isinstance(given, tuple) else (given,)
+        wanted.append(loss_of(given, x))
+        wanted[-1].backward()
+    own = {stage: every[stage] for stage in schedule.stages_of(rank)}
+    has_loss = schedule.num_stages - 1 in own
+    pipeline = Pipeline(schedule, own, loss=loss_of if has_loss else None)
+    try:
+        losses = pipeline.step(batch if 0 in own else None, batch if has_loss else None)
+    except (ConfigError, PipelineError) as error:
+        return [re.sub(r"\d+", "N", str(error).rpartition("ConfigError: ")[2])]
+    different = [str(number) for number, loss in enumerate(losses) if not same_bits(loss, wanted[number].detach())]
+    for stage, module in own.items():
+        for (each, mine), theirs in zip(module.named_parameters(), plain[stage].parameters(), strict=True):
+            different += [f"{stage}.{each}"] * (not same_bits(mine.grad, theirs.grad / MANY))
+    return different
+
+
+def norm_of_some(rank: int, how: str) -> str:
+    """What is said where one rank alone asks for the norm, or cannot tell its own."""
+    schedule = make_schedule("1f1b", num_ranks=dist.get_world_size(), num_micro_batches=MANY)
+    pipeline = _pipeline(schedule, _own_stages(schedule, rank))
+    if how != "too early":
+        pipeline.step(*_batch(pipeline, 0))
+    if how == "sparse" and rank == 0:
+        weight = pipeline.stages[0].layers[0].weight
+        weight.grad = weight.grad.to_sparse()
+    asks = how == "sparse" or rank == 0
+    with pytest.raises((ConfigError, PipelineError, NotImplementedError)) as caught:
+        pipeline.gradient_norm() if asks else pipeline.step(*_batch(pipeline, 1))
+    return _words(caught.value)
 
 
 def _names(schedule: Schedule, stages: dict[int, Stage]) -> list[tuple[int, str]]:
