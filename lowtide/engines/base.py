@@ -20,6 +20,7 @@ disk.py).
 from __future__ import annotations
 
 import enum
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ import torch
 from lowtide.core.plan import Plan
 from lowtide.engines.tiers.host_limit import Cap
 from lowtide.timeline.step import Link
+
+_POLL_SECONDS = 1e-4
 
 
 class Lane(enum.Enum):
@@ -170,6 +173,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Finish or drop all work, end threads, release files and pinned memory. Idempotent."""
+
+
+def block(engine: Engine, event: Event) -> float:
+    """Return when a copy is complete: on an accelerator only the compute stream waits in `wait`. Gives its seconds."""
+    seconds = engine.wait(Lane.COMPUTE, event)
+    while not engine.query(event):
+        time.sleep(_POLL_SECONDS)
+    return seconds
 
 
 EngineChoice: TypeAlias = Engine | str | Callable[[Plan], Engine] | None

@@ -243,6 +243,12 @@ def describe(
     return entries, nbytes
 
 
+def bytes_of(value: Any) -> int:
+    """What a tensor has on this rank; 0 for what has no bytes in one piece."""
+    local = inside(value) if isinstance(value, torch.Tensor) else None
+    return local.nbytes if local is not None and local.layout == torch.strided else 0
+
+
 def storages_of(values: Iterable[Any]) -> list[int]:
     """What tells the storages of these tensors apart."""
     found = [inside(value) for value in values if isinstance(value, torch.Tensor)]

@@ -40,10 +40,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from lowtide.optimizer.buckets import StateBucket, StateChunk
+from lowtide.optimizer.buckets import StateBucket, StateChunk, bytes_of
 from lowtide.optimizer.groups import OwnedHook
 from lowtide.optimizer.parts import StepPart, StepRun
 from lowtide.optimizer.state import ShownState
@@ -183,14 +184,17 @@ class InBackward:
         """The backward pass whose end is waited for. One that fails has none."""
         self.gradient_peak_bytes = 0
         """The most bytes of gradients that came in one step and were there at a time, in any step so far."""
-        self._hooks = [
-            OwnedHook(self, InBackward._on_gradient).put_on(p.register_post_accumulate_grad_hook)
-            for p in parameters_of(stepper.optimizer)
-            if p.requires_grad
-        ]
+        self._hooks: dict[torch.Tensor, Any] = {}
+        self._put_on_hooks()
+
+    def _put_on_hooks(self) -> None:
+        """On the parameters that are trained by now."""
+        for p in parameters_of(self._stepper.optimizer):
+            if p.requires_grad and p not in self._hooks:
+                self._hooks[p] = OwnedHook(self, InBackward._on_gradient).put_on(p.register_post_accumulate_grad_hook)
 
     def remove(self) -> None:
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     @property
@@ -246,12 +250,13 @@ class InBackward:
         self._arrived.add(parameter)
         step = self._step
         if parameter not in step.there:
-            step.there[parameter] = _bytes_of(parameter.grad)
+            step.there[parameter] = bytes_of(parameter.grad)
             self.gradient_peak_bytes = max(self.gradient_peak_bytes, sum(step.there.values()))
         now = current_graph_task_id()
         if now != self._pass:
             self._pass = now
             queue_callback(self._at_the_end)
+            self._put_on_hooks()  # before the others of this pass come
 
     def _at_the_end(self) -> None:
         """A backward pass is over, and so are the hooks of others on its gradients."""
@@ -380,8 +385,3 @@ def _has_changed(left: _LeftGradient) -> bool:
     """Whether somebody has written to it since."""
     gradient, version, sample = left
     return version_of(gradient) != version or not torch.equal(sample, sample_of(gradient))
-
-
-def _bytes_of(gradient: torch.Tensor | None) -> int:
-    local = None if gradient is None else inside(gradient)
-    return local.nbytes if local is not None and local.layout == torch.strided else 0

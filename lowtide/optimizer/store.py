@@ -33,6 +33,7 @@ from lowtide.optimizer.buckets import (
     StateChunk,
     StateTensor,
     bucket_bytes_for,
+    bytes_of,
     describe,
     ends_of,
     in_order,
@@ -104,8 +105,7 @@ class StateStore:
     def step_bytes_of(self, parameter: torch.Tensor) -> int:
         """Bytes of a parameter's state, or what they may come to where it has none yet; but no less than its own, which
         its gradient and the temporaries of its update have too."""
-        values = entries_of(self.optimizer.state, parameter).values()
-        found = sum(inside(v).nbytes for v in values if isinstance(v, torch.Tensor) and v.layout == torch.strided)
+        found = sum(map(bytes_of, entries_of(self.optimizer.state, parameter).values()))
         own = inside(parameter.detach()).nbytes
         return max(found or int(own * self.state_bytes_per_parameter_byte), own)
 

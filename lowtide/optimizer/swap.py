@@ -26,6 +26,7 @@ import torch
 
 from lowtide.engines.base import EngineChoice
 from lowtide.errors import ConfigError
+from lowtide.optimizer.buckets import bytes_of
 from lowtide.optimizer.in_backward import BackwardPrefetch, InBackward
 from lowtide.optimizer.parts import StepRun
 from lowtide.optimizer.requests import check_optimizer, checked, engine_for, first_ones, tiers_from
@@ -35,7 +36,6 @@ from lowtide.optimizer.store import Holding, StateStore
 from lowtide.optimizer.transfers import NUM_BUFFERS
 from lowtide.tensors.optimizers import SWAP_ATTRIBUTE, bare, bare_step, parameters_of
 from lowtide.tensors.private import is_wrapped_by_scheduler, step_post_hooks, tell_scheduler
-from lowtide.tensors.wrappers import inside
 from lowtide.units import format_bytes
 
 MIN_BYTES = 16 * 1024
@@ -362,13 +362,8 @@ class OptimizerSwap:
         """What was moved so far, and what lives where now."""
         store, transfers, way = self._store, self._store.transfers, "step" if self._prefetch is None else "backward"
         with self._shown.stepping():  # sizes only
-            total = sum(
-                inside(value).nbytes
-                for entries in self.optimizer.state.values()
-                if isinstance(entries, dict)
-                for value in entries.values()
-                if isinstance(value, torch.Tensor) and value.layout == torch.strided
-            )
+            found = [entries for entries in self.optimizer.state.values() if isinstance(entries, dict)]
+        total = sum(bytes_of(value) for entries in found for value in entries.values())
         swapped = sum(entry.nbytes for bucket in store.buckets if bucket.resident is None for entry in bucket.entries)
         return OptimizerStats(
             num_steps=self._num_steps,

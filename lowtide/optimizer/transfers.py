@@ -21,17 +21,15 @@ Cost: about 30 us of Python a bucket. Not covered: what to fetch and when (step.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
 
-from lowtide.engines.base import Engine, Event, Lane
+from lowtide.engines.base import Engine, Event, Lane, block
 from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk
 
 NUM_BUFFERS = 3
-_POLL_SECONDS = 1e-4
 
 
 class Transfers:
@@ -205,17 +203,11 @@ class Transfers:
         """Block the caller until main memory and files have what was sent."""
         self.retire_all()
         if self._unsettled is not None:
-            self._block(self._unsettled)
+            block(self.engine, self._unsettled)
             self._unsettled = None
 
     def free(self, bucket: StateBucket) -> None:
         """Give a bucket's slot back, once no copy from or to it is unfinished."""
         for lane in (Lane.COMPUTE,) if self.in_place else (Lane.IN, Lane.OUT):
-            event = self.engine.record(lane)
-            self.engine.wait(Lane.COMPUTE, event)
-            self._block(event)
+            block(self.engine, self.engine.record(lane))
         self.engine.free(bucket.slot)
-
-    def _block(self, event: Event) -> None:
-        while not self.engine.query(event):
-            time.sleep(_POLL_SECONDS)

@@ -35,8 +35,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lowtide.engines.base import Engine, Event, Lane, Slot
+from lowtide.engines.base import Engine, Event, Lane, Slot, block
 from lowtide.errors import TierFull
 from lowtide.tensors.kinds import PLAIN_TYPES
 from lowtide.tensors.private import (
@@ -58,7 +58,6 @@ from lowtide.tensors.private import (
 )
 from lowtide.tensors.view import Shape, byte_view, nan_in_place_of
 
-_POLL_SECONDS = 1e-4
 FORWARD, UPDATE = "forward", "update"
 Use = tuple[str, str]
 """What items are needed for (`FORWARD`, `UPDATE`, or a part of the rest of a step), and of what."""
@@ -302,7 +301,18 @@ class WeightMoves:
         them later. Used from the slot, the item is right then, too."""
         if item.away is None or not item.is_away:
             return False
-        return self.device.type != "cpu" or not self._is_held(item, item.away.untyped_storage(), num_own=3)
+        if self.device.type == "cpu":
+            return not self._is_held(item, item.away.untyped_storage(), num_own=3)
+        if not item.is_clean:  # a fill, which is all that one number in the place of many lets through
+            for each in self.hosts:
+                if each.is_away and each.away is not None and each.tensor is not None:
+                    each.version = version_of(each.tensor)
+                    each.away.untyped_storage().copy_(nan_in_place_of(each.shape, self.device).untyped_storage())
+            raise RuntimeError(
+                f"lowtide: {item.name} was written to while it was not on {self.device}, and is as it was before; "
+                "write inside of 'with handle.here():' (of zero_grad(set_to_none=False): call zero_grad())"
+            )
+        return True
 
     def _leave_slot(self, item: Movable) -> None:
         """Give the item another slot if somebody has kept what shows the bytes in this one."""
@@ -473,6 +483,8 @@ class WeightMoves:
         engine = self.engine
         tensor = item.tensor
         assert item.slot is not None and item.buffer is None and tensor is not None
+        if self.device.type == "cpu" and tensor.is_shared():
+            raise RuntimeError(f"lowtide: {item.name} is shared by processes now; call remove() of the handle before")
         item.fetched_version = version_of(tensor)
         buffer = engine.new_buffer(item.nbytes, self.device)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
@@ -511,7 +523,9 @@ class WeightMoves:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def leave(self, item: Movable) -> None:
-        """Send the item away: at once if the slot has its bytes, else once they are there."""
+        """Send the item away: at once if the slot has its bytes, else once they are there; not within a use of it."""
+        if any(item in items for items in self.order.open):
+            return
         if item.leaving is not None:
             item.should_go = True
         elif item.is_here and item.is_clean and self._has_same_sum(item):
@@ -573,9 +587,7 @@ class WeightMoves:
         if item.leaving is None:
             return
         event, version = item.leaving
-        self.stats.stall_seconds += self.engine.wait(Lane.COMPUTE, event)
-        while not self.engine.query(event):
-            time.sleep(_POLL_SECONDS)
+        self.stats.stall_seconds += block(self.engine, event)
         error = self.engine.failure(event)
         item.leaving = None
         with contextlib.suppress(ValueError):
@@ -635,10 +647,13 @@ def _tier(item: Movable) -> str:
 
 
 def _sum_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A number that changes when a byte does (but for changes that cancel out)."""
+    """A number that changes when a byte does, or its place (but for changes that cancel out)."""
     flat = byte_view(storage)
-    whole = flat.numel() // 8 * 8
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
+    width = math.isqrt(flat.numel() // 8) | 1  # rows of a weight begin in different columns
+    whole = flat.numel() // (8 * width) * (8 * width)
+    columns = flat[:whole].view(torch.int64).view(-1, width).sum(0)
+    factors = torch.arange(1, 2 * width, 2, device=flat.device)
+    return (columns * factors).sum() + flat[whole:].sum(dtype=torch.int64)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -230,7 +229,7 @@ def _check(model: Any, optimizer: Any, update: str) -> None:
             f"{_CALL}: is for one rank: gradients of other ranks are not there yet when a layer's own leave; use "
             "swap_optimizer, which works with DDP and FSDP2"
         )
-    if swapped_weights_of(model) is not None:
+    if any(map(swapped_weights_of, model.modules())):
         raise ConfigError(f"{_CALL}: the weights of this model are swapped already; call remove() of the handle first")
     under = patched_module(model)
     if under is not None:
@@ -343,8 +342,8 @@ class WeightSwap:
         self._open: list[_Unit] = []
         """Parts whose forward runs now, from the outside in."""
         self._forwards = Forwards(model, [unit.name for unit in units])
-        self._used: set[_Unit] = set()
-        self._has_warned = False
+        self._optimizer: torch.optim.Optimizer | None = None
+        """Steps after backward, with gradients that have left; None where backward updates."""
         self._undo: list[Callable[[], Any]] = []
         self.optimizer_swap: OptimizerSwap | None = None
         self.is_planned = False
@@ -360,21 +359,16 @@ class WeightSwap:
     # -- attach and remove ---------------------------------------------------------------------------------------------
 
     def attach(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        update: str,
-        bucket_bytes: int | None,
-        incoming: Incoming | None,
+        self, optimizer: torch.optim.Optimizer | None, update: str, bucket_bytes: int | None, incoming: Incoming | None
     ) -> None:
         """Send the weights away, one after the other, and put on what brings them back in time. `incoming`: gives each
         its bytes just before; None: they are there."""
         moves = self._moves
         if optimizer is not None and self.weights:
-            size = "auto" if bucket_bytes is None else bucket_bytes
-            self.optimizer_swap = swap_optimizer(
-                optimizer, overlap=update, bucket_bytes=size, engine=moves.engine, weights=self.holding
-            )
-        self._place_all({*parameters_of(optimizer)} if optimizer is not None and update == "step" else set())
+            how: Any = {"overlap": update, "bucket_bytes": bucket_bytes or "auto", "engine": moves.engine}
+            self.optimizer_swap = swap_optimizer(optimizer, weights=self.holding, **how)
+        self._optimizer = optimizer if update == "step" else None
+        self._place_all()
         for item in self.weights.values():
             if incoming is not None:
                 incoming.take(item.parameter)
@@ -386,7 +380,9 @@ class WeightSwap:
         self._put_on_hooks(optimizer)
         moves.engine.forget_free_memory()  # what the weights took
 
-    def _place_all(self, stepped: set[torch.Tensor]) -> None:
+    def _place_all(self) -> None:
+        """Places for weights, and for the gradients of those that are trained and have none yet."""
+        stepped = set() if self._optimizer is None else {*parameters_of(self._optimizer)}
         wanted = sum(item.nbytes * (2 if parameter in stepped else 1) for parameter, item in self.weights.items())
         try:
             for unit in self._units:
@@ -398,8 +394,8 @@ class WeightSwap:
                         gradient = Movable(f"the gradient of {item.name}", parameter, item.shape, is_gradient=True)
                         self._moves.place(gradient)
                         self._gradients[parameter] = gradient
-                    if parameter in self._gradients:
-                        unit.gradients.append(self._gradients[parameter])
+                        self._follow(gradient)
+                unit.gradients = [self._gradients[i.parameter] for i in unit.items if i.parameter in self._gradients]
         except TierFull as error:
             raise ConfigError(
                 f"{_CALL}: {format_bytes(wanted)} of weights and gradients have no room on "
@@ -423,13 +419,15 @@ class WeightSwap:
         undo.append(self.model.register_load_state_dict_post_hook(flush).remove)
         show = OwnedHook(self, lambda swap, *words: swap._shown_in(words[1]))
         undo.append(self.model.register_state_dict_post_hook(show).remove)
-        for parameter, item in self._gradients.items():
-            begins = OwnedHook(self, lambda swap, _, item=item: swap._before_gradient(item))
-            undo.append(parameter.register_hook(begins).remove)
-            complete = OwnedHook(self, lambda swap, _, item=item: swap._after_gradient(item))
-            undo.append(parameter.register_post_accumulate_grad_hook(complete).remove)
         if optimizer is not None:
             undo.append(optimizer.register_step_post_hook(lambda *_: self.flush()).remove)
+
+    def _follow(self, gradient: Movable) -> None:
+        """Have it come before it is added to, and leave when it is complete."""
+        begins = OwnedHook(self, lambda swap, _: swap._before_gradient(gradient))
+        self._undo.append(gradient.parameter.register_hook(begins).remove)
+        complete = OwnedHook(self, lambda swap, _: swap._after_gradient(gradient))
+        self._undo.append(gradient.parameter.register_post_accumulate_grad_hook(complete).remove)
 
     def remove(self) -> None:
         """Bring weights and gradients back to the device, in plain tensors, and leave the model and its optimizer as
@@ -497,7 +495,10 @@ class WeightSwap:
             kind = FORWARD if current_autograd_node() is None else "again"
             is_whole = kind == FORWARD and not self._open and torch.is_grad_enabled()
             cuts = self._forwards.at(unit.name) if is_whole else None
-            self._used.add(unit)
+            if self._optimizer is not None and any(
+                item.parameter.requires_grad and item.parameter not in self._gradients for item in unit.items
+            ):
+                self._place_all()  # unfrozen, or in a new group
             self._open.append(unit)
             try:
                 if cuts is not None:
@@ -514,6 +515,8 @@ class WeightSwap:
                 ) from error
             finally:
                 self._open.remove(unit)
+                if kind == FORWARD and not self._open and self.device.type == "cpu":
+                    self._moves.arrive()  # the model's or the loop's own code runs next
             if cuts is not None and cuts.is_watched:
                 self._forwards.sums |= self._moves.sums(unit.items)
             if torch.is_grad_enabled():
@@ -526,10 +529,7 @@ class WeightSwap:
         return around
 
     def _around_model(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            self._moves.arrive()
+        output = forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.flush()  # no backward follows, and who reads or writes weights now is to find all of them alike
         return output
@@ -670,19 +670,6 @@ class WeightSwap:
         if self._moves.send(item):
             self._moves.leave(item)
         self._moves.keep_to_window()
-        self._warn_of_unused(self.weights[item.parameter])
-
-    def _warn_of_unused(self, item: Movable) -> None:
-        unit = self._unit_of[item]
-        if unit in self._used or self._has_warned or any(item in used.items for used in self._used):
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"lowtide: gradients of '{unit.name}' ({unit.kind}) arrived, and its forward was never "
-            "called: somebody reads its weights past it, and they are not brought to the device for that",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     @contextlib.contextmanager
     def holding(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -709,10 +696,10 @@ class WeightSwap:
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
         """Within, all weights and gradients are on the device, whatever the budget: to read or change them there."""
-        items = (*self.weights.values(), *(i for i in self._gradients.values() if i.tensor is not None))
+        items = (*self.weights.values(), *self._gradients.values())
         self._moves.order.open.append(items)
         try:
-            self._moves.bring(items)
+            self._moves.bring(item for item in items if item.tensor is not None)
             yield
         finally:
             self._moves.order.open.remove(items)
@@ -735,7 +722,7 @@ class WeightSwap:
         for key, value in list(state_dict.items()):
             if isinstance(value, torch.Tensor) and is_plain(value):
                 item = self._moves.items.get(storage_key(value.untyped_storage()))
-                if item is not None and item.is_away:
+                if item is not None and self._moves.is_free(item):
                     state_dict[key] = self._moves.hosts[item]
 
     @property

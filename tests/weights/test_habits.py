@@ -213,6 +213,101 @@ def test_a_weight_that_is_written_to_while_it_is_on_its_way() -> None:
         assert_alike(model, plain)
 
 
+def _in_parts(model: nn.Module, write: Callable[[nn.Module], None]) -> torch.Tensor:
+    """A forward that calls the parts of a model by themselves."""
+    x = model.embed(TOKENS)
+    for layer in model.layers:
+        write(model)
+        x = layer(x)
+    write(model)
+    return torch.nn.functional.cross_entropy(model.head(x).flatten(0, 1), TOKENS.flatten())
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["by the loop", "by the model"])
+def test_a_write_past_versions_between_the_calls_of_layers(is_inside: bool) -> None:
+    """Of weights of the next layers, which could be on their way: as PEFT merges adapters after `generate`."""
+
+    def write(model: nn.Module) -> None:
+        _rest()
+        model.head.weight.data.mul_(0.9)
+        model.layers[2].up.weight.data.mul_(0.9)
+
+    def one_step(model: nn.Module) -> None:
+        if not is_inside:
+            _in_parts(model, write).backward()
+            return
+        hooks = [layer.register_forward_hook(lambda *_: write(model)) for layer in model.layers]
+        model(TOKENS).backward()
+        for hook in hooks:
+            hook.remove()
+
+    _same_as_plain(one_step)
+
+
+@pytest.mark.parametrize("change", [lambda data: data.flip(0), lambda data: -data], ids=["rows", "signs"])
+def test_a_write_past_versions_that_keeps_the_sum(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model, optimizer, plain, plain_optimizer = two()
+    signs = (torch.arange(32 * 24) // 2 % 2 * 2 - 1).view(32, 24)  # as many of each in both halves of 8 bytes
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, engine=VirtualEngine(0)):
+        for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+            step(each, its_own)
+            with torch.no_grad():
+                each.head.weight.copy_(each.head.weight.abs() * signs)
+            loss = each(TOKENS)
+            each.head.weight.data.copy_(change(each.head.weight.data))
+            loss.backward()
+            its_own.step()
+        assert_alike(model, plain)
+
+
+@pytest.mark.parametrize("update", ["step", "in_backward"])
+@pytest.mark.parametrize("kind", ["unfrozen", "in a new group"])
+def test_gradients_leave_of_weights_that_are_trained_later(kind: str, update: str) -> None:
+    model, *_ = two()
+    model.layers.requires_grad_(kind != "unfrozen")
+    late = [*model.layers.parameters()]
+    first = [p for p in model.parameters() if kind == "unfrozen" or all(p is not each for each in late)]
+    optimizer = torch.optim.AdamW(first, lr=1e-2)
+    how: Any = {"min_bytes": 1, "update": update, "bucket_bytes": 4096}
+    with lowtide.swap_weights(model, optimizer, engine=VirtualEngine(0), **how) as handle:
+        step(model, optimizer)
+        if kind == "unfrozen":
+            model.requires_grad_(True)
+        else:
+            optimizer.add_param_group({"params": late})
+        model.zero_grad()
+        model(TOKENS).backward()
+        away = handle._moves.items
+        left = [p.grad for p in late if p.grad is not None]
+        stays = [each for each in left if private.storage_key(each.untyped_storage()) not in away]
+        assert sum(each.nbytes for each in stays) <= 3 * 4096
+
+
+@pytest.mark.filterwarnings("error:lowtide")
+def test_a_weight_that_is_read_past_the_forward_of_its_module() -> None:
+    """As PEFT reads a prompt."""
+
+    def one_step(model: nn.Module) -> None:
+        x = torch.nn.functional.embedding(TOKENS, model.embed.weight)
+        torch.nn.functional.linear(model.layers[0](x), model.head.weight).square().mean().backward()
+        for parameter in model.layers[1:].parameters():
+            parameter.grad = None
+
+    _same_as_plain(one_step)
+
+
+def test_weights_in_shared_memory_are_refused() -> None:
+    """What a slot shows is not what is in it then."""
+    model, optimizer, *_ = two()
+    handle = lowtide.swap_weights(model, optimizer, min_bytes=1)
+    before = copy.deepcopy(model.state_dict())
+    model.share_memory()
+    with pytest.raises(RuntimeError, match=r"^lowtide: embed.weight is shared by processes now; call remove"):
+        model(TOKENS)
+    handle.remove()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def _keep_data(model: nn.Module, kept: dict[str, Any]) -> None:
     kept.setdefault("data", [parameter.data for parameter in model.parameters()])
     for data in kept["data"]:
@@ -540,6 +635,17 @@ REFUSALS: list[tuple[str, Callable[[nn.Module, Any], object]]] = [
     ("has no weights of 1.0 GiB and more", lambda model, o: lowtide.swap_weights(model, o, min_bytes="1GiB")),
     ("is compiled", lambda model, o: (model.layers[0].compile(), lowtide.swap_weights(model, o, min_bytes=1))),
     ("swapped already", lambda model, o: [lowtide.swap_weights(model, o, min_bytes=1) for _ in range(2)]),
+    (
+        "the weights of this model are swapped already",
+        lambda model, o: [
+            lowtide.swap_weights(each, torch.optim.SGD(model.parameters(), 0.1), min_bytes=1)
+            for each in (model, nn.Sequential(model))
+        ],
+    ),
+    (
+        "has a part of this model; call remove\\(\\) there",
+        lambda model, o: (lowtide.swap_weights(model, o, min_bytes=1), lowtide.apply(nn.Sequential(model), {})),
+    ),
     (
         "has parameters on meta; all must be on one device, with memory",
         lambda model, o: lowtide.swap_weights(model.to("meta"), o),

@@ -43,7 +43,6 @@ from __future__ import annotations
 import functools
 import heapq
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
@@ -52,7 +51,7 @@ from typing import Any
 
 import torch
 
-from lowtide.engines.base import Engine, Event, Lane, Slot
+from lowtide.engines.base import Engine, Event, Lane, Slot, block
 from lowtide.errors import TierFull
 from lowtide.runtime.offload.site import Copy, OffloadedStorage, PrefetchQueue
 from lowtide.runtime.saved.stats import Counters, Ledger
@@ -66,7 +65,6 @@ from lowtide.tensors.private import (
 )
 from lowtide.tensors.view import Shape
 
-_POLL_SECONDS = 1e-4
 _WINDOW_SHARE = 50
 
 
@@ -363,7 +361,7 @@ class OffloadScheduler:
             self._retire_first()
         for other in ahead:
             # Until its copy is complete the buffer's memory cannot be reused.
-            self._block_until(other.copy.arrival)
+            block(self.engine, other.copy.arrival)
             self.release(other)
         self._let_go_of_arrived()
         return True
@@ -583,18 +581,12 @@ class OffloadScheduler:
             while self._arriving:
                 # The buffer stays here until its copy is complete: nothing else may hold it any more.
                 oldest = next(iter(self._arriving))
-                self._block_until(self._arriving[oldest][1])
+                block(self.engine, self._arriving[oldest][1])
                 del self._arriving[oldest]
             for _, events in list(self._unfreed):
                 for event in events:
-                    self._block_until(event)
+                    block(self.engine, event)
             self._free_pending()
-
-    def _block_until(self, event) -> None:
-        # On an accelerator only the compute stream waits in `wait`; the slot is free once the copy is complete.
-        self.engine.wait(Lane.COMPUTE, event)
-        while not self.engine.query(event):
-            time.sleep(_POLL_SECONDS)
 
     def num_open(self) -> int:
         """How many copies, buffers and slots it still holds: zero when every graph is gone and `settle` ran."""

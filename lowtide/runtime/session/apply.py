@@ -87,6 +87,8 @@ def checked(model: nn.Module, optimizer: Any, call: str, *, parts: bool = False,
     if under is not None:
         what = f"its module '{under}'" if under else "this model"
         raise ConfigError(f"{call}: {what} is already under a lowtide plan; call remove() on that tide first")
+    if swapped_weights_of(model) is None and any(map(swapped_weights_of, model.modules())):
+        raise ConfigError(f"{call}: swap_weights has a part of this model; call remove() there, and give it this model")
     if isinstance(model, nn.DataParallel):
         raise ConfigError(
             "lowtide: nn.DataParallel is not supported, its replicas cannot be told apart; use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -109,3 +110,55 @@ def test_a_model_is_not_copied_while_its_weights_are_away(use: Callable[[nn.Modu
             made = use(model)
     copied = pickle.loads(made) if isinstance(made, bytes) else made
     assert all(torch.equal(value.cpu(), before[name]) for name, value in copied.state_dict().items())
+
+
+@pytest.mark.parametrize("use", ["forward", "state_dict", "remove"])
+@pytest.mark.parametrize("write", [nn.init.zeros_, lambda weight: weight.detach()[0].fill_(1)])
+def test_a_fill_while_a_weight_is_away_is_refused_and_undone(write: Callable, use: str) -> None:
+    """One number stands for all of it, so no other write goes through."""
+    case = zoo.CASES["llama"]
+    model = case.build(3, HERE)
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    handle = lowtide.swap_weights(model, zoo.make_optimizer(model), min_bytes=1)
+    write(next(iter(handle.weights)))
+    uses = {"forward": lambda: handle.here().__enter__(), "state_dict": model.state_dict, "remove": handle.remove}
+    with pytest.raises(
+        RuntimeError, match=r"^lowtide: .* was written to while it was not on standin:0, and is as it was"
+    ):
+        uses[use]()
+    handle.remove()
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+
+
+def test_gradients_that_are_filled_while_they_are_away() -> None:
+    """The next ones would be added to what was there before."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).to(HERE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.swap_weights(model, optimizer, min_bytes=1):
+        model(torch.ones(2, 16, device=HERE)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(torch.ones(2, 16, device=HERE)).sum()
+        with pytest.raises(
+            RuntimeError, match=r"^lowtide: the gradient of 2\.weight was written to .* call zero_grad\(\)"
+        ):
+            loss.backward()
+
+
+def test_what_backward_gives_stays_while_all_of_it_is_to_be_here() -> None:
+    results = []
+    for is_swapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).to(HERE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = lowtide.swap_weights(model, optimizer, min_bytes=1) if is_swapped else None
+        for _ in range(2):
+            with contextlib.nullcontext() if handle is None else handle.here():
+                model(torch.ones(2, 16, device=HERE)).square().sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                results.append([parameter.detach().cpu() for parameter in model.parameters()])
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+    assert all(torch.equal(*pair) for one, other in zip(results[:2], results[2:]) for pair in zip(one, other))
