@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_622,
+    "lines": 56_599,
     "files": 239,
     "classes": 439,
     "files that one other file imports": 33,

@@ -2,9 +2,9 @@
 
 What: `Parts` deals the parameters that have a gradient into `StepPart`s. A part is a bucket's parameters; or parameters
 whose state stays on the device, or that have none yet, as many as have about a bucket of it: so the first step is
-bounded too, and temporaries are those of one bucket however much stays. A bucket without any gradient is not moved; one
-with many idle parameters is cut in two. A parameter whose state is larger than a bucket steps in stretches, one after
-the other in one part's turn, if that keeps the bits (buckets.py).
+bounded too, and temporaries are those of one bucket however much stays. A bucket without any gradient is not moved. A
+parameter whose state is larger than a bucket steps in stretches, one after the other in one part's turn, if that keeps
+the bits (buckets.py).
 One exception in torch's optimizers: SGD with momentum takes another way through all of a group when one momentum is
 still missing, with other bits in bfloat16. Such a group steps as one part, once.
 
@@ -98,8 +98,6 @@ class Parts:
         number_of = {p: number for number, parameters in enumerate(active) for p in parameters}
         idle = [(number, list(group["params"])) for number, group in enumerate(groups) if not active[number]]
         together = {number for number, group in enumerate(groups) if self._steps_at_once(group, active[number])}
-        if not together:
-            self._store.part_company(number_of.keys())
         staying, fresh, at_once = self._sorted_out(number_of, together)
         first, *others = self._in_runs(staying) or [[]]
         parts = [StepPart(sorted([*idle, *_by_group(first, number_of)], key=_number))]
