@@ -36,7 +36,7 @@ from lowtide.core.plan import plan_table
 from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
 from lowtide.errors import ConfigError, wrong_argument
-from lowtide.report.pictures import draw_history, draw_lanes, draw_memory, draw_sweep, on_dark, svg
+from lowtide.report.pictures import draw_lanes, draw_memory, draw_sweep, on_dark, svg
 from lowtide.report.played_step import OWNERS, Block, Played
 from lowtide.report.report import Report, document
 from lowtide.units import format_bytes
@@ -137,9 +137,6 @@ def page(report: Report) -> str:
     """The whole HTML text."""
     parts = [f"<h1>{escape(report.title)}</h1>", f'<p class="soft">{escape(report.subtitle)}</p>', _tiles(report)]
     parts += [f"<p>{escape(line)}</p>" for line in report.remarks]
-    if report.history:
-        caption = "Measured, of the first rank: every step that was done."
-        parts += _section("The run", caption, svg(draw_history, report.history, report.plan))
     if report.played is not None:
         caption = (
             "Predicted, stacked by owner. The dotted line is the same step with everything kept, on its own clock."
