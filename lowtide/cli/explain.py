@@ -3,7 +3,7 @@
 What: upstream's log lines, what is worth a warning, and a table: layer, op, fate, bytes, and the rule that won with the
 place where it was written. Reads files of lowtide's and of MindSpore Transformers'; no weights and no device.
 Bytes are there if the file says how the model is built and trained: its step is then traced with fake tensors, which
-takes seconds. Without that, and with `--no-bytes`, nothing heavy is imported.
+takes seconds. Without that nothing heavy is imported.
 Exit status: 0, or 2 for a mistake in the file.
 """
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     settings = load_run(args.run) if is_ours else None
     sections = settings.sections if settings is not None and settings.sections else read_sections(args.run, root)
     profile = None
-    if settings is not None and args.num_layers is None and not args.no_bytes:
+    if settings is not None and args.num_layers is None:
         profile = _traced(settings)
     resolution = _resolved(sections, profile, args)
     rows = rows_without_step(resolution)

@@ -39,10 +39,9 @@ def run(args: argparse.Namespace) -> int:
             profile = trace_run(settings, hardware or hardware_of_run(settings), say=waiting.say)
         else:
             profile = observe_run(settings, say=waiting.say)
-    text = profile.to_json()
     if args.out is not None:
-        write_file(args.out, text, where="--out")
-    print(text if args.json else "\n".join(profile_lines(profile, width_of_stdout())), end="" if args.json else "\n")
+        write_file(args.out, profile.to_json(), where="--out")
+    print("\n".join(profile_lines(profile, width_of_stdout())))
     return 0
 
 
