@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowtide.cli.run_file import load_run
-from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.cli.waiting import Waiting, show
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_yaml
 from lowtide.core.profile import Profile
-from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, table
@@ -45,11 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if profile is not None:
         written = plan_sections(profile, resolution, settings.memory if settings else None)
         rows, notes = written.rows, (*notes, *written.notes)
-    print(
-        _document(resolution, rows, notes)
-        if args.json
-        else "\n".join(wrapped(_lines(resolution, rows, notes, sections), width_of_stdout())).lstrip()
-    )
+    if args.json:
+        print(_document(resolution, rows, notes))
+    else:
+        show("\n".join(_lines(resolution, rows, notes, sections)).lstrip().splitlines())
     return 0
 
 
@@ -119,7 +117,7 @@ def _lines(resolution: Resolution, rows: tuple[Row, ...], notes: tuple[str, ...]
         return [*lines, "", "every activation is kept: nothing is recomputed and nothing is swapped"]
     if len(resolution.num_layers_per_stage) > 1 or len(resolution.num_layers_per_stage[0]) > 1:
         lines += ["", "layers of each stage", *_stage_lines(resolution, sections.start_stage)]
-    lines += ["", *table(rows, width_of_stdout())]
+    lines += ["", *table(rows)]
     sums = layer_sums(rows)
     if sums:
         cells = [f"layer {index}: {format_bytes(m)} moved, {format_bytes(f)} freed" for index, (m, f) in sums.items()]
