@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_690,
+    "lines": 56_450,
     "files": 239,
-    "classes": 439,
+    "classes": 438,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 9,
     "class names that several classes have": 8,

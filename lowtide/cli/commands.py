@@ -15,14 +15,13 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.plan import check_writable, read_plan, read_profile
-from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.cli.waiting import Waiting, show
 from lowtide.config.source import write_file
-from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.report.export import export as setting_of
 from lowtide.report.write import check_form, write_report
@@ -44,18 +43,16 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) | {"state": finding.state} for finding in findings]))
     else:
-        print("\n".join(_findings(findings, width_of_stdout())))
+        show(_findings(findings))
     return 1 if any(finding.state == "bad" for finding in findings) else 0
 
 
-def _findings(findings: Sequence[Finding], width: int | None) -> list[str]:
+def _findings(findings: Sequence[Finding]) -> Iterator[str]:
     widest = max(len(finding.what) for finding in findings)
-    lines = []
     for finding in findings:
-        lines.append(f"{finding.state:<4}  {finding.what:<{widest}}  {finding.found}")
+        yield f"{finding.state:<4}  {finding.what:<{widest}}  {finding.found}"
         if finding.advice:
-            lines.append(f"{'':<4}  {'':<{widest}}  -> {finding.advice}")
-    return wrapped(lines, width, indent=" " * (widest + 8))
+            yield f"{'':<4}  {'':<{widest}}  -> {finding.advice}"
 
 
 def export(args: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 What: upstream's log lines, what is worth a warning, and a table: layer, op, fate, bytes, and the rule that won with the
 place where it was written. Reads files of lowtide's and of MindSpore Transformers'; no weights and no device.
 Bytes are there if the file says how the model is built and trained: its step is then traced with fake tensors, which
-takes seconds. Without that, and with `--no-bytes`, nothing heavy is imported.
+takes seconds. Without that nothing heavy is imported.
 Exit status: 0, or 2 for a mistake in the file.
 """
 
@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowtide.cli.run_file import load_run
-from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.cli.waiting import Waiting, show
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_yaml
 from lowtide.core.profile import Profile
-from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, table
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     settings = load_run(args.run) if is_ours else None
     sections = settings.sections if settings is not None and settings.sections else read_sections(args.run, root)
     profile = None
-    if settings is not None and args.num_layers is None and not args.no_bytes:
+    if settings is not None and args.num_layers is None:
         profile = _traced(settings)
     resolution = _resolved(sections, profile, args)
     rows = rows_without_step(resolution)
@@ -45,11 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if profile is not None:
         written = plan_sections(profile, resolution, settings.memory if settings else None)
         rows, notes = written.rows, (*notes, *written.notes)
-    print(
-        _document(resolution, rows, notes)
-        if args.json
-        else "\n".join(wrapped(_lines(resolution, rows, notes, sections), width_of_stdout())).lstrip()
-    )
+    if args.json:
+        print(_document(resolution, rows, notes))
+    else:
+        show("\n".join(_lines(resolution, rows, notes, sections)).lstrip().splitlines())
     return 0
 
 
@@ -119,7 +117,7 @@ def _lines(resolution: Resolution, rows: tuple[Row, ...], notes: tuple[str, ...]
         return [*lines, "", "every activation is kept: nothing is recomputed and nothing is swapped"]
     if len(resolution.num_layers_per_stage) > 1 or len(resolution.num_layers_per_stage[0]) > 1:
         lines += ["", "layers of each stage", *_stage_lines(resolution, sections.start_stage)]
-    lines += ["", *table(rows, width_of_stdout())]
+    lines += ["", *table(rows)]
     sums = layer_sums(rows)
     if sums:
         cells = [f"layer {index}: {format_bytes(m)} moved, {format_bytes(f)} freed" for index, (m, f) in sums.items()]

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 from lowtide.cli.plan import check_writable
 from lowtide.cli.run_file import load_run
-from lowtide.cli.waiting import Waiting, width_of_stdout
+from lowtide.cli.waiting import Waiting, show
 from lowtide.config.source import write_file
 from lowtide.core.plan import OUTSIDE
 from lowtide.core.profile import Profile, layer_of
-from lowtide.core.text_table import align, layers_label, runs, wrapped
+from lowtide.core.text_table import align, layers_label, runs
 from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import load_hardware
 from lowtide.units import format_bytes, format_seconds
@@ -39,15 +39,14 @@ def run(args: argparse.Namespace) -> int:
             profile = trace_run(settings, hardware or hardware_of_run(settings), say=waiting.say)
         else:
             profile = observe_run(settings, say=waiting.say)
-    text = profile.to_json()
     if args.out is not None:
-        write_file(args.out, text, where="--out")
-    print(text if args.json else "\n".join(profile_lines(profile, width_of_stdout())), end="" if args.json else "\n")
+        write_file(args.out, profile.to_json(), where="--out")
+    show(profile_lines(profile))
     return 0
 
 
-def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
-    """Layers, and the largest sites, in lines of at most `width` characters."""
+def profile_lines(profile: Profile) -> list[str]:
+    """Layers, and the largest sites."""
     sites = profile.sites
     how = f"traced, times by roofline of {profile.device}" if profile.is_fake else f"observed on {profile.device}"
     lines = [
@@ -55,18 +54,18 @@ def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
         f"{len(profile.op_names)} operators in {format_seconds(sum(profile.op_seconds))}; {len(sites)} sites save "
         f"{format_bytes(profile.saved_bytes)}",
         "",
-        *align(list(_layer_cells(profile)), numeric=(1, 2, 3, 4, 5), width=width),
+        *align(list(_layer_cells(profile)), numeric=(1, 2, 3, 4, 5)),
         "",
     ]
     cells = [("largest sites", "", "made by", "recipe")]
     for site in sorted(sites, key=lambda site: -site.nbytes)[:_NUM_TOP_SITES]:
         recipe = f"no: {site.why_no_recipe}" if site.recipe is None else format_seconds(site.recipe.seconds)
         cells.append((site.name, format_bytes(site.nbytes), site.op, recipe))
-    lines += align(cells, numeric=(1,), width=width)
+    lines += align(cells, numeric=(1,))
     if profile.hidden:
         lines += ["", "kept by custom functions, out of reach of any plan:"]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    return wrapped(lines, width)
+    return lines
 
 
 def _layer_cells(profile: Profile) -> Iterator[tuple[str, ...]]:

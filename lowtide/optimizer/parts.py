@@ -2,9 +2,9 @@
 
 What: `Parts` deals the parameters that have a gradient into `StepPart`s. A part is a bucket's parameters; or parameters
 whose state stays on the device, or that have none yet, as many as have about a bucket of it: so the first step is
-bounded too, and temporaries are those of one bucket however much stays. A bucket without any gradient is not moved; one
-with many idle parameters is cut in two. A parameter whose state is larger than a bucket steps in stretches, one after
-the other in one part's turn, if that keeps the bits (buckets.py).
+bounded too, and temporaries are those of one bucket however much stays. A bucket without any gradient is not moved. A
+parameter whose state is larger than a bucket steps in stretches, one after the other in one part's turn, if that keeps
+the bits (buckets.py).
 One exception in torch's optimizers: SGD with momentum takes another way through all of a group when one momentum is
 still missing, with other bits in bfloat16. Such a group steps as one part, once.
 
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk, ends_of, halves, in_order, is_cut_now, runs
+from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk, ends_of, in_order, is_cut_now, runs
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
 from lowtide.optimizer.store import StateStore, entries_of
 from lowtide.tensors.wrappers import inside, is_distributed, shell_of
@@ -44,7 +44,7 @@ class StepPart:
     """Which are fetched whole."""
     stretch: Stretch | None = None
     then: StepPart | None = None
-    """What else steps in this part's turn: more of the parameter, or what there was no memory for at a time."""
+    """More of the parameter, which steps in this part's turn."""
 
     def chunks(self) -> list[StateChunk]:
         """What has to be on the device."""
@@ -98,8 +98,6 @@ class Parts:
         number_of = {p: number for number, parameters in enumerate(active) for p in parameters}
         idle = [(number, list(group["params"])) for number, group in enumerate(groups) if not active[number]]
         together = {number for number, group in enumerate(groups) if self._steps_at_once(group, active[number])}
-        if not together:
-            self._store.part_company(number_of.keys())
         staying, fresh, at_once = self._sorted_out(number_of, together)
         first, *others = self._in_runs(staying) or [[]]
         parts = [StepPart(sorted([*idle, *_by_group(first, number_of)], key=_number))]
@@ -236,20 +234,8 @@ class Cut:
         self.made: dict[Hashable, torch.Tensor] = {}
         """State that was made in this step, whole and on the device, since no tier has room for a bucket of it."""
 
-    def stretches(self, start: int = 0) -> list[Stretch]:
-        """Those from an element on."""
-        pairs = zip([0, *self.ends], self.ends, strict=False)
-        return [Stretch(self, begin, end) for begin, end in pairs if begin >= start]
-
-    def halve(self) -> bool:
-        """From now on stretches are half as long, where there is no memory for one; False if they are short already."""
-        assert self.bucket is not None
-        ends = halves(self.ends)
-        if ends == self.ends:
-            return False
-        self.ends = ends
-        self.bucket.cut(ends, self.store.engine)
-        return True
+    def stretches(self) -> list[Stretch]:
+        return [Stretch(self, begin, end) for begin, end in zip([0, *self.ends], self.ends, strict=False)]
 
     def take_in(self, stretch: Stretch, new: dict[Hashable, torch.Tensor]) -> None:
         """Keep state that the optimizer made for a stretch of a parameter that had none."""

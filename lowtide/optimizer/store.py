@@ -47,10 +47,6 @@ from lowtide.tensors.optimizers import parameters_of
 from lowtide.tensors.private import storage_key
 from lowtide.tensors.view import Shape, byte_view
 from lowtide.tensors.wrappers import inside, shell_of
-from lowtide.units import MIB
-
-CUT_FROM_BYTES = 8 * MIB
-"""Smaller buckets are moved whole, whichever of their parameters have a gradient: they cost a copy more than bytes."""
 
 Value = tuple[torch.Tensor, Hashable, torch.Tensor]
 """A parameter, a key of its state, and the tensor there."""
@@ -134,13 +130,10 @@ class StateStore:
                 found.append(values)
         return found
 
-    def adopt(
-        self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False, apart: Collection[torch.Tensor] = ()
-    ) -> None:
+    def adopt(self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False) -> None:
         """Put all state of these parameters into buckets; what is in one already moves to a new one.
 
         `anywhere`: also what is in main memory, as after loading; no copy to or from it may be unfinished then.
-        `apart`: parameters that share no bucket with the others.
         """
         parameters = list(dict.fromkeys(parameters))
         old = {id(bucket): bucket for p in parameters if (bucket := self.bucket_of.get(p)) is not None}
@@ -159,13 +152,12 @@ class StateStore:
             self._take_out(
                 {m for m in bucket.memories if any(id(v) not in taken for _, _, v in shown.get(m, ()))}, shown
             )
-        for together in ([v for v in found if v[0][0] in apart], [v for v in found if v[0][0] not in apart]):
-            sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in together]
-            least = [inside(values[0][0].detach()).nbytes for values in together]
-            if sizes:
-                self.state_bytes_per_parameter_byte = max(sum(sizes) / max(sum(least), 1), 0.01)
-            for run in runs([*map(max, sizes, least)], self.bucket_bytes):
-                self._make_bucket([value for values in together[run.start : run.stop] for value in values], anywhere)
+        sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in found]
+        least = [inside(values[0][0].detach()).nbytes for values in found]
+        if sizes:
+            self.state_bytes_per_parameter_byte = max(sum(sizes) / max(sum(least), 1), 0.01)
+        for run in runs([*map(max, sizes, least)], self.bucket_bytes):
+            self._make_bucket([value for values in found[run.start : run.stop] for value in values], anywhere)
         for bucket in old.values():
             self.transfers.free(bucket)
 
@@ -314,19 +306,6 @@ class StateStore:
         self.transfers.settle()
         for bucket in old:
             self.transfers.free(bucket)
-
-    def part_company(self, active: Collection[torch.Tensor]) -> None:
-        """Cut in two each bucket of which a good part has no gradient in this step, so that this part need not move."""
-        cut = []
-        for bucket in self.buckets:
-            idle_bytes = sum(entry.nbytes for entry in bucket.entries if entry.parameter not in active)
-            is_worth_it = bucket.nbytes >= CUT_FROM_BYTES and bucket.nbytes > idle_bytes >= bucket.nbytes / 4
-            if is_worth_it and bucket.resident is None and any(p in active for p in bucket.parameters):
-                cut.append(bucket)
-        if cut:
-            self.transfers.settle()
-        for bucket in cut:
-            self.adopt(bucket.parameters, anywhere=True, apart=active)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ ranks. So the step is that of the mean of the ranks' losses.
 Bits: those of one process that takes the batches of all ranks through the layers together (docs/pipelines.md), rows and
 sums in the order of the ranks, division last. Beyond two ranks the backend chooses the order of the sums over ranks.
 
-State. `model.state_dict()` has the keys that it had, and of the experts this rank's share. `full_state_dict` and
-`load_full_state_dict` are about the whole model.
+State. `model.state_dict()` has the keys that it had, and of the experts this rank's share; `full_state_dict` is that of
+the whole model.
 
 Cost: gradients of the parameters that all ranks have are exchanged after the backward, not during it; each bucket is
 copied there and back. Before the split each rank needs main memory for all experts (or the model on `meta`).
@@ -185,11 +185,6 @@ class ExpertParallel:
         for name in self.parameter_names:
             state[name] = self._gathered(state[name])
         return state
-
-    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up a state of the model before the split; of the experts this rank's share. Not collective."""
-        own = {name: self._own_slice(state[name]) for name in self.parameter_names if name in state}
-        self.model.load_state_dict({**state, **own})
 
     def _own_slice(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self.num_ranks)[self.rank]

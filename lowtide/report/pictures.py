@@ -1,4 +1,4 @@
-"""Pictures of a step, as SVG text: memory over time, lanes, what other budgets cost, and the steps of a run.
+"""Pictures of a step, as SVG text: memory over time, lanes, and what other budgets cost.
 
 What: each `draw_` function puts one picture into a figure; `svg` makes the figure and gives its text for a light page,
 `on_dark` that for a dark one. Text stays text, ids come from a fixed salt, no date is written: the same step gives the
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowtide.core.plan import Plan
 from lowtide.report.budget_sweep import SweptBudget
 from lowtide.report.export import Setting
 from lowtide.report.played_step import OWNERS, Played, thinned_starts
-from lowtide.report.report import Measured, StepRow
+from lowtide.report.report import Measured
 from lowtide.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -137,39 +136,6 @@ def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget], others: Mapping[str
     _note(panel, "everything kept", (points[-1][0], plain), (0, -10), color=_PLAIN)
     panel.margins(y=0.2)
     panel.set(xlabel=f"budget, {unit}", ylabel=f"predicted step, {time_word}")
-
-
-def draw_history(figure: Figure, history: Sequence[StepRow], plan: Plan | None) -> None:
-    """Loss, time and peak of each step of a run, with the predicted peak and the budget."""
-    has_peaks = all(row.peak_bytes is not None for row in history)
-    figure.set_size_inches(9.2, 2.6)
-    panels = figure.subplots(1, 3 if has_peaks else 2)
-    times, time_word = _time_unit(max(row.seconds for row in history))
-    steps = [row.step for row in history]
-    mark = "o" if len(history) == 1 else ""
-    panels[0].plot(steps, [row.loss for row in history], color=_KEPT, marker=mark)
-    panels[0].set_title("loss", fontsize=9)
-    panels[1].plot(steps, [row.seconds * times for row in history], color=_SWAPPED, marker=mark)
-    panels[1].set_title(f"time of a step, {time_word}", fontsize=9)
-    if has_peaks:
-        predicted = plan.predicted.peak_bytes if plan is not None and plan.predicted is not None else None
-        most = max(predicted or 0, *(row.peak_bytes or 0 for row in history))
-        scale, unit = _byte_unit(most)
-        peaks = [(row.peak_bytes or 0) / scale for row in history]
-        panels[2].plot(steps, peaks, color=_RECOMPUTED, marker=mark, label="measured")
-        if predicted is not None:
-            panels[2].axhline(predicted / scale, label="predicted", **_DOTTED)
-        _draw_budget(panels[2], plan.budget_bytes if plan is not None else None, most / scale, scale)
-        panels[2].set_title(f"peak on the device, {unit}", fontsize=9)
-        panels[2].legend(loc="lower right", fontsize=8)
-    for panel in panels:
-        panel.set_xlabel("step")
-        if panel is not panels[0]:
-            panel.set_ylim(bottom=0)
-        if len(history) == 1:
-            panel.set_xticks(steps)
-        else:
-            panel.locator_params(axis="x", integer=True, nbins=6)
 
 
 def _note(panel: Any, text: str, at: tuple[float, float], shift: tuple[int, int], **how: Any) -> None:

@@ -7,9 +7,7 @@ Cost: one run of the timeline. Not covered: other steps than the one that was pl
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,16 +44,6 @@ class Measured:
 NOTHING = Measured()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """One optimizer step of a run."""
-
-    step: int
-    loss: float
-    seconds: float
-    peak_bytes: int | None
-
-
 _MOST_POINTS = 1024
 
 
@@ -73,7 +61,6 @@ class Report:
     """The same step without a plan, with layers checkpointed by hand."""
     more_tables: tuple[Table, ...] = ()
     """Beside what the plan has."""
-    history: tuple[StepRow, ...] = ()
     measured: Measured = NOTHING
 
     @property
@@ -130,7 +117,7 @@ def report_of_plan(
 
 
 def document(report: Report) -> dict[str, Any]:
-    """The same as plain data, thinned to about a thousand points. JSON knows neither nan nor infinity."""
+    """The same as plain data, thinned to about a thousand points."""
     played = report.played
     return {
         "title": report.title,
@@ -142,9 +129,6 @@ def document(report: Report) -> dict[str, Any]:
         "budgets": [swept.document() for swept in report.sweep],
         "by_hand": document_of(report.others),
         "tables": [dict(zip(("title", "caption", "rows"), table, strict=True)) for table in report.tables],
-        "steps": [
-            dataclasses.asdict(row) | {"loss": row.loss if math.isfinite(row.loss) else None} for row in report.history
-        ],
     }
 
 

@@ -22,7 +22,6 @@ from lowtide.report.played_step import Played
 from lowtide.report.report import (
     Measured,
     Report,
-    StepRow,
     Table,
     Tile,
     measured_peak,
@@ -126,10 +125,6 @@ def report_of_folder(folder: Path) -> Report:
             f"{folder}: no run of `lowtide train`: there is no {METRICS} in it; give its train.output_dir"
         )
     rows = tuple(_rows(metrics))
-    history = tuple(
-        StepRow(step=row["step"], loss=row["loss"], seconds=row["step_seconds"], peak_bytes=row["peak_bytes"])
-        for row in rows
-    )
     plan, played = _read(folder, PLAN, Plan.from_json), _read(folder, STEP, Played.from_json)
     if plan is None or played is None:
         plan = played = None
@@ -146,27 +141,25 @@ def report_of_folder(folder: Path) -> Report:
     return Report(
         title=f"{folder.name or folder.resolve().name}: a run{within}",
         subtitle=f"{len(rows)} {plural('step', len(rows))} in {METRICS}." if rows else "No step was done.",
-        tiles=tuple(_tiles(plan, history, measured, last)),
+        tiles=tuple(_tiles(plan, rows, measured)),
         plan=plan,
         played=played,
-        history=history,
         measured=measured,
     )
 
 
-def _tiles(plan: Plan | None, history: tuple[StepRow, ...], measured: Measured, last: dict[str, Any]) -> Iterator[Tile]:
-    if not history:
+def _tiles(plan: Plan | None, rows: tuple[dict[str, Any], ...], measured: Measured) -> Iterator[Tile]:
+    if not rows:
         yield "steps done", "0", "no loss yet"
     else:
-        yield "steps done", str(history[-1].step), f"loss {history[-1].loss:.4f}"
+        yield "steps done", str(rows[-1]["step"]), f"loss {rows[-1]['loss']:.4f}"
     if plan is not None:
         yield from tiles_of(plan, measured)
-    elif history:
+    elif rows:
         if measured.peak_bytes is not None:
             yield measured_peak(measured)
-        yield from _moved(last)
-        seconds = sorted(row.seconds for row in history)[len(history) // 2]
-        yield "step, median", format_seconds(seconds), ""
+        yield from _moved(rows[-1])
+        yield "step, median", format_seconds(sorted(row["step_seconds"] for row in rows)[len(rows) // 2]), ""
 
 
 def _moved(row: dict[str, Any]) -> Iterator[Tile]:

@@ -36,7 +36,7 @@ from lowtide.core.plan import plan_table
 from lowtide.core.ranges import RangeAllocator
 from lowtide.core.text_table import percent
 from lowtide.errors import ConfigError, wrong_argument
-from lowtide.report.pictures import draw_history, draw_lanes, draw_memory, draw_sweep, on_dark, svg
+from lowtide.report.pictures import draw_lanes, draw_memory, draw_sweep, on_dark, svg
 from lowtide.report.played_step import OWNERS, Block, Played
 from lowtide.report.report import Report, document
 from lowtide.units import format_bytes
@@ -137,9 +137,6 @@ def page(report: Report) -> str:
     """The whole HTML text."""
     parts = [f"<h1>{escape(report.title)}</h1>", f'<p class="soft">{escape(report.subtitle)}</p>', _tiles(report)]
     parts += [f"<p>{escape(line)}</p>" for line in report.remarks]
-    if report.history:
-        caption = "Measured, of the first rank: every step that was done."
-        parts += _section("The run", caption, svg(draw_history, report.history, report.plan))
     if report.played is not None:
         caption = (
             "Predicted, stacked by owner. The dotted line is the same step with everything kept, on its own clock."
@@ -158,7 +155,7 @@ def page(report: Report) -> str:
     for title, caption, rows in report.tables:
         parts += [f"<h2>{escape(title)}</h2>", f'<p class="soft">{escape(caption)}</p>', _table(rows)]
     if report.plan is not None:
-        parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan, _PLAN_CHARACTERS))}</pre>"]
+        parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
     body = "\n".join(part for part in parts if part)
     style, frame = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.html"))
     return Template(frame).substitute(title=escape(report.title), style=style, body=body, version=__version__)
@@ -212,7 +209,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
 
-_PLAN_CHARACTERS = 116  # of a line of the plan: the page is so wide
 FORMS = (".html", ".trace.json", ".json", ".pickle")
 _THREADS = {"compute": 1, "stall": 2, "out": 3, "in": 4}
 _NAMES = {"compute": "compute", "stall": "compute waits for", "out": "copies out", "in": "copies in"}

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lowtide.engines.base import Lane
-from lowtide.optimizer import store
 from lowtide.optimizer.transfers import NUM_BUFFERS
 from tests.support.optimizer_zoo import BUCKET_BYTES, Case, assert_same, result_of, swapped, train
 from tests.support.virtual_engine import VirtualEngine
@@ -55,18 +54,17 @@ def test_no_more_than_a_few_buckets_are_on_the_device() -> None:
     handle.detach()
 
 
-def test_what_is_not_stepped_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts in turn: of 12 parameters that share buckets, each step has gradients for other ones."""
-    monkeypatch.setattr(store, "CUT_FROM_BYTES", 0)
+def test_what_is_not_stepped_is_not_moved() -> None:
+    """Experts in turn: of 12 parameters in three buckets, each step has gradients for those of another one."""
     engine = VirtualEngine(1)
     results = []
     for is_swapped in (False, True):
         parameters = [torch.nn.Parameter(torch.full((8, 16), 0.1 * number)) for number in range(12)]
         optimizer = torch.optim.AdamW(parameters, foreach=True)
-        handle = swapped(optimizer, engine) if is_swapped else None
+        handle = swapped(optimizer, engine, bucket_bytes=4096) if is_swapped else None
         moved = before = 0
         for step in range(16):
-            active = [number for number in range(12) if step == 0 or (number + step) % 4 == 0]
+            active = [number for number in range(12) if step == 0 or number // 4 == step % 3]
             for number, parameter in enumerate(parameters):
                 parameter.grad = torch.full_like(parameter, 0.1) if number in active else None
             optimizer.step()
@@ -74,7 +72,7 @@ def test_what_is_not_stepped_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> No
                 moved, before = handle.stats.fetched_bytes - before, handle.stats.fetched_bytes
         results.append(result_of(parameters, optimizer))
         if handle:
-            assert moved == 3 * 2 * 4 * 8 * 16
+            assert moved == 4 * 2 * 4 * 8 * 16
             handle.detach()
     assert_same(results[1], results[0])
     assert engine.violations == []
