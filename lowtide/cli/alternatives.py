@@ -355,6 +355,7 @@ def lines(
     rows: Sequence[Alternative],
     weights: Mapping[str, torch.nn.Parameter],
     grown: Grown | None,
+    width: int | None,
     *,
     tries: Sequence[Alternative] = (),
 ) -> list[str]:
@@ -369,9 +370,9 @@ def lines(
         _question(step, weights, grown),
         f"one {step.hardware.name}, of which the budget is {format_bytes(step.budget_bytes)}; nothing has run",
         "",
-        *align(table, numeric=tuple(range(1, len(table[0]) - 1))),
+        *align(table, numeric=tuple(range(1, len(table[0]) - 1)), width=width),
         "",
-        *(align(tried, numeric=tuple(range(1, len(tried[0]) - 1))) if tried else ()),
+        *(align(tried, numeric=tuple(range(1, len(tried[0]) - 1)), width=width) if tried else ()),
         *([""] if tried else ()),
         *notes,
     ]

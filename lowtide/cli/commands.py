@@ -15,13 +15,14 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.cli.plan import check_writable, read_plan, read_profile
-from lowtide.cli.waiting import Waiting, show
+from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.source import write_file
+from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.report.export import export as setting_of
 from lowtide.report.write import check_form, write_report
@@ -43,16 +44,18 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) | {"state": finding.state} for finding in findings]))
     else:
-        show(_findings(findings))
+        print("\n".join(_findings(findings, width_of_stdout())))
     return 1 if any(finding.state == "bad" for finding in findings) else 0
 
 
-def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+def _findings(findings: Sequence[Finding], width: int | None) -> list[str]:
     widest = max(len(finding.what) for finding in findings)
+    lines = []
     for finding in findings:
-        yield f"{finding.state:<4}  {finding.what:<{widest}}  {finding.found}"
+        lines.append(f"{finding.state:<4}  {finding.what:<{widest}}  {finding.found}")
         if finding.advice:
-            yield f"{'':<4}  {'':<{widest}}  -> {finding.advice}"
+            lines.append(f"{'':<4}  {'':<{widest}}  -> {finding.advice}")
+    return wrapped(lines, width, indent=" " * (widest + 8))
 
 
 def export(args: argparse.Namespace) -> int:

@@ -19,11 +19,11 @@ from collections import defaultdict
 from typing import Any
 
 from lowtide.cli.plan import read_plan
-from lowtide.cli.waiting import show
+from lowtide.cli.waiting import width_of_stdout
 from lowtide.core.decisions import SiteDecision
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
-from lowtide.core.text_table import align, layers_label, plural, runs
+from lowtide.core.text_table import align, layers_label, plural, runs, wrapped
 from lowtide.units import format_bytes, format_seconds
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         is_told_apart = args.first.name != args.second.name
         first, second = (path.name if is_told_apart else str(path) for path in (args.first, args.second))
-        show(diff_lines(diff, first, second))
+        print("\n".join(diff_lines(diff, first, second, width_of_stdout())))
     return 0 if diff["is_same"] else 1
 
 
@@ -55,12 +55,12 @@ def plan_diff(first: Plan, second: Plan) -> dict[str, Any]:
     return diff | {"is_same": not (diff["changes"] or diff["rules_gone"] or diff["rules_new"])}
 
 
-def diff_lines(diff: dict[str, Any], first: str, second: str) -> list[str]:
-    """Lines of text; `first` and `second` are what the user calls the plans."""
+def diff_lines(diff: dict[str, Any], first: str, second: str, width: int | None = None) -> list[str]:
+    """Lines of text, of at most `width` characters; `first` and `second` are what the user calls the plans."""
     cells = [("", first, second, "change"), *(tuple(figure.values()) for figure in diff["figures"])]
-    lines = align(cells, numeric=(1, 2, 3))
+    lines = align(cells, numeric=(1, 2, 3), width=width)
     for head, rules in ((f"rules only in {first}", diff["rules_gone"]), (f"rules only in {second}", diff["rules_new"])):
-        lines += ["", head, *(f"  {rule}" for rule in rules)] if rules else []
+        lines += ["", head, *wrapped((f"  {rule}" for rule in rules), width)] if rules else []
     if not diff["changes"]:
         known = (
             f"all {diff['num_sites']} {plural('site', diff['num_sites'])}" if diff["num_sites"] else "no sites known"
@@ -72,7 +72,7 @@ def diff_lines(diff: dict[str, Any], first: str, second: str) -> list[str]:
         rows.append(
             (f"{was['before']} -> {was['after']}", str(was["num_sites"]), format_bytes(was["nbytes"]), was["where"])
         )
-    return [*lines, "", *align(rows, numeric=(1, 2))]
+    return [*lines, "", *align(rows, numeric=(1, 2), width=width)]
 
 
 def _fate(site: SiteDecision | None) -> str:

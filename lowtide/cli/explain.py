@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowtide.cli.run_file import load_run
-from lowtide.cli.waiting import Waiting, show
+from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_yaml
 from lowtide.core.profile import Profile
+from lowtide.core.text_table import wrapped
 from lowtide.errors import ConfigError
 from lowtide.mindformers.plan import names_of_layers, plan_sections
 from lowtide.mindformers.plan_rows import Row, layer_sums, rows_without_step, table
@@ -44,10 +45,11 @@ def run(args: argparse.Namespace) -> int:
     if profile is not None:
         written = plan_sections(profile, resolution, settings.memory if settings else None)
         rows, notes = written.rows, (*notes, *written.notes)
-    if args.json:
-        print(_document(resolution, rows, notes))
-    else:
-        show("\n".join(_lines(resolution, rows, notes, sections)).lstrip().splitlines())
+    print(
+        _document(resolution, rows, notes)
+        if args.json
+        else "\n".join(wrapped(_lines(resolution, rows, notes, sections), width_of_stdout())).lstrip()
+    )
     return 0
 
 
@@ -117,7 +119,7 @@ def _lines(resolution: Resolution, rows: tuple[Row, ...], notes: tuple[str, ...]
         return [*lines, "", "every activation is kept: nothing is recomputed and nothing is swapped"]
     if len(resolution.num_layers_per_stage) > 1 or len(resolution.num_layers_per_stage[0]) > 1:
         lines += ["", "layers of each stage", *_stage_lines(resolution, sections.start_stage)]
-    lines += ["", *table(rows)]
+    lines += ["", *table(rows, width_of_stdout())]
     sums = layer_sums(rows)
     if sums:
         cells = [f"layer {index}: {format_bytes(m)} moved, {format_bytes(f)} freed" for index, (m, f) in sums.items()]

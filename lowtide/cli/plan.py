@@ -24,7 +24,7 @@ from typing import Any
 from lowtide.cli import alternatives, plan_cluster
 from lowtide.cli.plan_cluster import NO_BYTES
 from lowtide.cli.run_file import load_run
-from lowtide.cli.waiting import Waiting, show
+from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.cluster import report as cluster_report
 from lowtide.config.memory import MemoryConfig, check_unit
 from lowtide.config.run import OptimizerKind, RunConfig
@@ -32,6 +32,7 @@ from lowtide.config.source import read_text, write_file
 from lowtide.core.budget import Budget, DeviceMemory, parse_budget
 from lowtide.core.plan import Plan, plan_table
 from lowtide.core.profile import Profile
+from lowtide.core.text_table import wrapped
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.report.budget_sweep import BY_HAND, SweptBudget, budget_sweep, checkpointed, document_of, sweep_lines
@@ -101,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         told_of_network = [] if network is None else ["", *plan_cluster.network_lines(network)]
-        lines += _lines(plan, profile, sweep_lines(rungs, others=others), told_of_network)
-        show(lines)
+        lines += _lines(plan, profile, sweep_lines(rungs, width_of_stdout(), others=others), told_of_network)
+        print("\n".join(wrapped(lines, width_of_stdout())))
     return 0
 
 
@@ -168,9 +169,9 @@ def _run_alternatives(settings: RunConfig, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(alternatives.document(step, rows, plan, tries)))
     else:
-        show(alternatives.lines(step, rows, weights, args.largest, tries=tries))
+        print("\n".join(alternatives.lines(step, rows, weights, args.largest, width_of_stdout(), tries=tries)))
         if plan is not None and plan.weights is not None:
-            show(["", *plan.weights.lines()])
+            print("\n".join(wrapped(["", *plan.weights.lines()], width_of_stdout())))
     if error is not None:
         raise error
     return 0
@@ -244,7 +245,7 @@ def _run_cluster(settings: RunConfig, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(cluster_report.document(found)))
     else:
-        show(cluster_report.lines(found))
+        print("\n".join(cluster_report.lines(found, width_of_stdout())))
     return 0
 
 
@@ -375,7 +376,8 @@ def _stdout_kept_clean() -> Iterator[None]:
 
 
 def _lines(plan: Plan, profile: Profile, sweep: Sequence[str], network: Sequence[str]) -> list[str]:
-    lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan).splitlines(), *network]
+    width = width_of_stdout()
+    lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines(), *network]
     if profile.hidden:
         hidden_bytes = sum(entry.nbytes for entry in profile.hidden)
         lines += [

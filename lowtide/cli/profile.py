@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 from lowtide.cli.plan import check_writable
 from lowtide.cli.run_file import load_run
-from lowtide.cli.waiting import Waiting, show
+from lowtide.cli.waiting import Waiting, width_of_stdout
 from lowtide.config.source import write_file
 from lowtide.core.plan import OUTSIDE
 from lowtide.core.profile import Profile, layer_of
-from lowtide.core.text_table import align, layers_label, runs
+from lowtide.core.text_table import align, layers_label, runs, wrapped
 from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import load_hardware
 from lowtide.units import format_bytes, format_seconds
@@ -41,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
             profile = observe_run(settings, say=waiting.say)
     if args.out is not None:
         write_file(args.out, profile.to_json(), where="--out")
-    show(profile_lines(profile))
+    print("\n".join(profile_lines(profile, width_of_stdout())))
     return 0
 
 
-def profile_lines(profile: Profile) -> list[str]:
-    """Layers, and the largest sites."""
+def profile_lines(profile: Profile, width: int | None = None) -> list[str]:
+    """Layers, and the largest sites, in lines of at most `width` characters."""
     sites = profile.sites
     how = f"traced, times by roofline of {profile.device}" if profile.is_fake else f"observed on {profile.device}"
     lines = [
@@ -54,18 +54,18 @@ def profile_lines(profile: Profile) -> list[str]:
         f"{len(profile.op_names)} operators in {format_seconds(sum(profile.op_seconds))}; {len(sites)} sites save "
         f"{format_bytes(profile.saved_bytes)}",
         "",
-        *align(list(_layer_cells(profile)), numeric=(1, 2, 3, 4, 5)),
+        *align(list(_layer_cells(profile)), numeric=(1, 2, 3, 4, 5), width=width),
         "",
     ]
     cells = [("largest sites", "", "made by", "recipe")]
     for site in sorted(sites, key=lambda site: -site.nbytes)[:_NUM_TOP_SITES]:
         recipe = f"no: {site.why_no_recipe}" if site.recipe is None else format_seconds(site.recipe.seconds)
         cells.append((site.name, format_bytes(site.nbytes), site.op, recipe))
-    lines += align(cells, numeric=(1,))
+    lines += align(cells, numeric=(1,), width=width)
     if profile.hidden:
         lines += ["", "kept by custom functions, out of reach of any plan:"]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    return lines
+    return wrapped(lines, width)
 
 
 def _layer_cells(profile: Profile) -> Iterator[tuple[str, ...]]:

@@ -1,9 +1,9 @@
-"""What a person sees on stderr while something takes longer than a second; and lines for stdout.
+"""What a person sees on stderr while something takes longer than a second; and how wide the terminal of stdout is.
 
 What: `Waiting` shows what is going on and for how long: one line that renews itself on a terminal, plain lines in a log
 (after 1 s, 10 s, 20 s, ...). Something that is over within a second shows nothing. stdout is never touched.
-`show`: a line that is longer than the terminal is broken between words. Where stdout is a pipe or a file, each row
-stays one line, for `grep` and for other programs.
+`width_of_stdout`: a table that is wider than the terminal loses its columns. Where stdout is a pipe or a file, there is
+no width: each row stays one line, for `grep` and for other programs.
 Cost: one sleeping thread. Not covered: how long it will take; a terminal whose width changes meanwhile.
 """
 
@@ -13,18 +13,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable
-
-from lowtide.core.text_table import wrapped
 
 _LEAST = 40
 """A narrower terminal is taken for this wide: no table can be read in it."""
 
 
-def show(lines: Iterable[str]) -> None:
-    """Prints lines, on a terminal broken at its width (`COLUMNS` where it is set), as `wrapped` does."""
-    width = max(shutil.get_terminal_size().columns, _LEAST) if sys.stdout.isatty() else None
-    print("\n".join(wrapped(lines, width)))
+def width_of_stdout() -> int | None:
+    """Characters of a line (`COLUMNS` where it is set, as everywhere); None where stdout is no terminal."""
+    return max(shutil.get_terminal_size().columns, _LEAST) if sys.stdout.isatty() else None
 
 
 _FIRST_SECONDS = 1.0

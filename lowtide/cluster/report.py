@@ -15,7 +15,7 @@ from lowtide.cluster.layout import Question
 from lowtide.cluster.rank import PlannedRank
 from lowtide.cluster.search import GRADIENT_BYTES, MASTER_BYTES, WEIGHT_BYTES, ClusterPlan, LayoutPlan
 from lowtide.cluster.step import StepSeconds
-from lowtide.core.text_table import align, percent
+from lowtide.core.text_table import align, percent, wrapped
 from lowtide.units import GIB, format_bytes, format_seconds
 
 _PARTS = {
@@ -39,10 +39,10 @@ _LEFT_OUT = (
 )
 
 
-def lines(plan: ClusterPlan) -> list[str]:
-    """The plan for people."""
+def lines(plan: ClusterPlan, width: int | None = None) -> list[str]:
+    """The plan for people, in lines of at most `width` characters; None: of any length."""
     question, best = plan.question, plan.best
-    return [
+    told = [
         _title(question),
         *_choice(plan),
         "",
@@ -50,12 +50,13 @@ def lines(plan: ClusterPlan) -> list[str]:
         *_time_lines(best),
         "",
         "what each pipeline rank holds at its worst moment",
-        *_rank_lines(best),
+        *_rank_lines(best, width),
         *_reasons(plan),
         "",
         "assumed",
         *_assumption_lines(question),
     ]
+    return wrapped(told, width)
 
 
 def document(plan: ClusterPlan) -> dict[str, Any]:
@@ -164,13 +165,14 @@ def _time_lines(plan: LayoutPlan) -> Iterator[str]:
         yield f"  of {format_seconds(plan.exchange_seconds)} of all-to-all, {percent(hidden)} costs nothing"
 
 
-def _rank_lines(plan: LayoutPlan) -> list[str]:
+def _rank_lines(plan: LayoutPlan, width: int | None) -> list[str]:
     head = ("ranks", "layers", "in flight", "state", "activations", "kept", "swapped", "recomputed", "peak")
     rows: list[tuple[str, ...]] = [head]
     for looks, alike in itertools.groupby(range(len(plan.ranks)), key=lambda rank: _looks(plan.ranks[rank])):
         first, *others = alike
         rows.append((f"{first}-{others[-1]}" if others else str(first), *looks))
-    return [f"  {line}" for line in align(rows, numeric=tuple(range(len(head))))]
+    inner = None if width is None else width - 2
+    return [f"  {line}" for line in align(rows, numeric=tuple(range(len(head))), width=inner)]
 
 
 def _looks(rank: PlannedRank) -> tuple[str, ...]:

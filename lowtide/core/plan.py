@@ -31,7 +31,7 @@ from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, 
 from lowtide.core.fate import Fate
 from lowtide.core.json_text import Mistake, build, parse_json
 from lowtide.core.rules import Rules
-from lowtide.core.text_table import align, first_few, layers_label, percent, plural, runs
+from lowtide.core.text_table import align, first_few, layers_label, percent, plural, runs, wrapped
 from lowtide.errors import ConfigError
 from lowtide.units import format_bytes, format_seconds
 
@@ -191,8 +191,8 @@ class _SiteRow:
     why: str
 
 
-def plan_table(plan: Plan) -> str:
-    """The text of `print(plan)`, without a trailing newline."""
+def plan_table(plan: Plan, width: int | None = None) -> str:
+    """The text of `print(plan)`, without a trailing newline. `width`: the most characters of a line; None: any."""
     lines = [", ".join([f"plan {plan.digest()}", *_contents(plan)])]
     if plan.is_solved and plan.predicted is not None:
         promise, *others = promise_lines(plan)
@@ -209,14 +209,14 @@ def plan_table(plan: Plan) -> str:
     if plan.is_solved and any(site.codec is not None for site in plan.sites):
         lines.append(_codec_line(plan))
     if plan.rules.rules:
-        lines += ["", *_rule_lines(plan)]
+        lines += ["", *_rule_lines(plan, width)]
     if plan.is_solved and plan.account:
-        lines += ["", *account_lines(plan.account)]
+        lines += ["", *account_lines(plan.account, width)]
     if plan.sites:
-        lines += ["", *_table(plan)]
+        lines += ["", *_table(plan, width)]
     elif not plan.is_solved:
-        lines += ["", *_unobserved_lines(plan)]
-    return "\n".join(lines)
+        lines += ["", *_unobserved_lines(plan, width)]
+    return "\n".join(wrapped(lines, width))
 
 
 def notebook_html(title: str, plan: Plan | None) -> str:
@@ -270,17 +270,17 @@ def _contents(plan: Plan) -> Iterator[str]:
         yield f"disk path {plan.disk_path}"
 
 
-def _rule_lines(plan: Plan) -> list[str]:
+def _rule_lines(plan: Plan, width: int | None) -> list[str]:
     cells = [("rule", "fate", "prefetch", "tier", "written at")]
     for rule in plan.rules.rules:
         is_swap = rule.fate is Fate.SWAP
         prefetch = ("auto" if rule.prefetch is None else str(rule.prefetch)) if is_swap else ""
         tier = (rule.tier.value if rule.tier else "fastest") if is_swap else ""
         cells.append((rule.pattern.text, rule.fate.value, prefetch, tier, rule.where))
-    return align(cells, numeric=())
+    return align(cells, numeric=(), width=width)
 
 
-def _unobserved_lines(plan: Plan) -> list[str]:
+def _unobserved_lines(plan: Plan, width: int | None) -> list[str]:
     """Which layers a rule covers whole; what rules say of ops inside layers is known after a step."""
     if not plan.layers:
         return ["no layers"]
@@ -291,7 +291,7 @@ def _unobserved_lines(plan: Plan) -> list[str]:
     cells = [("layers", "fate", "why")]
     for first, last in runs(plan.layers, keys):
         cells.append((layers_label(plan.layers, first, last), *keys[first]))
-    return align(cells, numeric=())
+    return align(cells, numeric=(), width=width)
 
 
 def _site_rows(plan: Plan) -> Iterator[_SiteRow]:
@@ -354,7 +354,7 @@ def _names_by_bytes(sites: Sequence[SiteDecision]) -> list[str]:
     return sorted(sizes, key=lambda name: -sizes[name])
 
 
-def _table(plan: Plan) -> list[str]:
+def _table(plan: Plan, width: int | None) -> list[str]:
     rows = list(_site_rows(plan))
     total = _SiteRow(
         label="total",
@@ -371,7 +371,7 @@ def _table(plan: Plan) -> list[str]:
         cells.append((row.label, row.fate, *sizes, cost, row.why))
     is_shown = (*[True] * 5, plan.is_solved and bool(total.retained_input_bytes), plan.is_solved, True)
     shown = [tuple(itertools.compress(row, is_shown)) for row in cells]
-    return align(shown, numeric=tuple(range(2, len(shown[0]) - 1)))
+    return align(shown, numeric=tuple(range(2, len(shown[0]) - 1)), width=width)
 
 
 def _size(num_bytes: int) -> str:
@@ -424,9 +424,9 @@ def why_unswapped(plan: Plan) -> list[str]:
     return [f"no activation is swapped: that would take {format_seconds(seconds)} more, to take freed memory again"]
 
 
-def account_lines(account: Sequence[AccountLine]) -> list[str]:
+def account_lines(account: Sequence[AccountLine], width: int | None = None) -> list[str]:
     """Bytes at the worst moment, before and after."""
     cells = [("at the worst moment", "everything kept", "planned")]
     for line in account:
         cells.append((line.what, format_bytes(line.plain_bytes), format_bytes(line.planned_bytes)))
-    return align(cells, numeric=(1, 2))
+    return align(cells, numeric=(1, 2), width=width)

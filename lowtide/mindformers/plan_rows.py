@@ -42,8 +42,8 @@ class FilePlan:
     """Rules that have less effect than one may expect from the file."""
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Lines of text: a head, and a line for each row."""
+def table(rows: Sequence[Row], width: int | None = None) -> list[str]:
+    """Lines of text: a head, and a line for each row; more where a line has at most `width` characters."""
     has_bytes = any(row.nbytes is not None for row in rows)
     cells = [("layer", "op", "fate", *(["bytes"] if has_bytes else []), "why")]
     for row in rows:
@@ -51,7 +51,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         fate = row.fate if row.prefetch is None else f"{row.fate}, prefetch {row.prefetch}{unit}"
         size = [format_bytes(row.nbytes or 0)] if has_bytes else []
         cells.append((str(row.layer), row.part, fate, *size, row.why))
-    return align(cells, numeric=())
+    return align(cells, numeric=(), width=width)
 
 
 def layer_sums(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:

@@ -104,7 +104,9 @@ def document_of(others: Mapping[str, Setting]) -> dict[str, Any]:
     return {name: {"peak_bytes": its.peak_bytes, "step_seconds": its.step_seconds} for name, its in others.items()}
 
 
-def sweep_lines(rungs: tuple[SweptBudget, ...], *, others: Mapping[str, Setting] | None = None) -> list[str]:
+def sweep_lines(
+    rungs: tuple[SweptBudget, ...], width: int | None = None, *, others: Mapping[str, Setting] | None = None
+) -> list[str]:
     """Lines of text: a head, one line for each budget, and one for each way without a plan in `others`. 'codecs' is
     what storing smaller costs, 'optimizer' what its state costs on its way, each where there is any."""
     cells: list[tuple[str, ...]] = [
@@ -140,4 +142,4 @@ def sweep_lines(rungs: tuple[SweptBudget, ...], *, others: Mapping[str, Setting]
         absent.add("optimizer")
     columns = [place for place, name in enumerate(cells[0]) if name not in absent]
     cells = [tuple(row[place] for place in columns) for row in cells]
-    return align(cells, numeric=tuple(range(len(columns) - 1)))
+    return align(cells, numeric=tuple(range(len(columns) - 1)), width=width)

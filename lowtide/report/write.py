@@ -155,7 +155,7 @@ def page(report: Report) -> str:
     for title, caption, rows in report.tables:
         parts += [f"<h2>{escape(title)}</h2>", f'<p class="soft">{escape(caption)}</p>', _table(rows)]
     if report.plan is not None:
-        parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan))}</pre>"]
+        parts += ["<h2>The plan</h2>", f"<pre>{escape(plan_table(report.plan, _PLAN_CHARACTERS))}</pre>"]
     body = "\n".join(part for part in parts if part)
     style, frame = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.html"))
     return Template(frame).substitute(title=escape(report.title), style=style, body=body, version=__version__)
@@ -209,6 +209,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
 
+_PLAN_CHARACTERS = 116  # of a line of the plan: the page is so wide
 FORMS = (".html", ".trace.json", ".json", ".pickle")
 _THREADS = {"compute": 1, "stall": 2, "out": 3, "in": 4}
 _NAMES = {"compute": "compute", "stall": "compute waits for", "out": "copies out", "in": "copies in"}

@@ -121,7 +121,8 @@ def test_python_dash_m() -> None:
 
 def test_lines_fit_the_terminal_and_a_pipe_has_them_whole() -> None:
     """With a real terminal of 60 columns: what is printed is the same, in lines of at most so many characters."""
-    code = "from lowtide.cli.waiting import show; show(['what goes out comes back ' * 9] * 3)"
+    code = "from lowtide.cli.waiting import width_of_stdout; from lowtide.core.text_table import wrapped; "
+    code += "print('\\n'.join(wrapped(['what goes out comes back ' * 9] * 3, width_of_stdout(), indent='    ')))"
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as terminal:

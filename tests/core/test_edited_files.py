@@ -80,7 +80,7 @@ def test_no_edited_plan_ends_in_a_traceback() -> None:
             continue
         try:
             str(plan), plan.to_json()
-            diff_lines(plan_diff(PLAN, plan), "a", "b")
+            diff_lines(plan_diff(PLAN, plan), "a", "b", 80)
             export(plan, "megatron", PROFILE, link=LINK)
         except ConfigError:
             pass
