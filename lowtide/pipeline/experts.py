@@ -73,9 +73,9 @@ def split_experts(model: nn.Module, *, group: Any, num_parts: int = 1) -> Expert
             "plan"
         )
     found = find_experts(model)
+    same_on_all(facts_of_model(model) | {"num_parts": num_parts}, group=group, what="lowtide.pipeline.split_experts")
     for name, experts in found.items():
         _check(name, experts, dist.get_world_size(group), num_parts)
-    same_on_all(facts_of_model(model) | {"num_parts": num_parts}, group=group, what="lowtide.pipeline.split_experts")
     return ExpertParallel(model, found, group=group, num_parts=num_parts)
 
 

@@ -201,9 +201,10 @@ def refuses(rank: int) -> list[str]:
     moe_models.run_step(trained, moe_models.make_batch(0))
     not_ours = _groups_of_one()[1 - rank]
     texts = []
-    with pytest.raises(ConfigError) as error:
-        split_experts(trained, group=None, num_parts=3)
-    texts.append(str(error.value))
+    for num_parts in (3, 1 + 2 * rank):  # the second one is a mistake on one rank, and all are told
+        with pytest.raises(ConfigError) as error:
+            split_experts(trained, group=None, num_parts=num_parts)
+        texts.append(str(error.value))
     for model, group in ((indivisible, None), (twice, None), (planned, None), (trained, None), (trained, not_ours)):
         with pytest.raises(ConfigError) as error:
             split_experts(model, group=group)
@@ -459,6 +460,7 @@ def test_what_cannot_be_split_on_these_ranks(answers: dict[str, tuple[Any, Any]]
     assert [text.removeprefix("lowtide.pipeline.split_experts: ") for text in texts] == [
         "'model.layers.0.mlp.experts' has 8 experts, which do not divide by 2 ranks with num_parts=3; choose a group "
         "of as many ranks as divide them",
+        "ranks have different num_parts: rank 0 has 1, rank 1 has 3",
         "'model.layers.0.mlp.experts' has 7 experts, which do not divide by 2 ranks; choose a group of as many ranks "
         "as divide them",
         "'model.layers.0.mlp.experts' is split already; call remove() on the handle of that split",
