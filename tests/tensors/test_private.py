@@ -361,6 +361,8 @@ def test_modes_are_listed_and_passed_over() -> None:
         assert private.num_function_modes() == 2
         assert private.num_dispatch_modes() == 1
         assert private.function_modes() == [outer, inner]
+        with torch.device("meta"):
+            assert private.DeviceContext in map(type, private.function_modes())
         assert private.dispatch_modes() == [counting]
         torch.zeros(2)
         seen = len(counting.ops)
