@@ -100,6 +100,26 @@ def test_a_rule_on_all_layers_beside_a_budget(name: str, share: float) -> None:
     counted.assert_plain_bits(name, batches)
 
 
+@pytest.mark.parametrize("fate", ["keep", "swap"])
+def test_a_layer_with_a_fate_of_its_own_is_not_run_again(fate: str) -> None:
+    """Where copies are slow, running it again would be faster; and the runtime keeps what a rule keeps."""
+    case = zoo.CASES["llama"]
+    model, batch = case.build(0), case.batch(0)
+    profile = observe(model, lambda: case.loss(model, batch))
+    named, *others = profile.layers
+    memory = {"swap": others, "keep": [named]} if fate == "keep" else {"swap": [named, *others]}
+    slow = Link(out_bytes_per_second=1e5, in_bytes_per_second=1e5)
+    plan = plan_profile(profile, load_memory({"min_bytes": 1, "budget": "1TiB", **memory}), link=slow)
+    assert plan.predicted is not None and layers_again(plan) == []
+    with lowtide.apply(model, plan) as tide:
+        case.loss(model, batch).backward()
+        model.zero_grad(set_to_none=True)
+        tide.settle()
+        with tide.audit() as audit:
+            case.loss(model, batch).backward()
+    assert audit.peak_bytes <= plan.predicted.peak_bytes
+
+
 def test_unusual_lives_of_layers_that_run_again() -> None:
     """Two forwards in flight, a graph that is kept, a graph that is dropped, gradients that accumulate."""
     case = zoo.CASES["gpt2_dropout"]

@@ -356,7 +356,9 @@ class Space:
         self.question = question
         self._score = score
         forced = layers_by_rule(question.profile, question.config)  # they run again in any case
-        more = tuple(name for name in can_rerun(question.profile) if name not in forced)
+        rules = question.config.rules()
+        able = can_rerun(question.profile)
+        more = tuple(name for name in able if rules.decide(name, is_site=False).rule is None)  # nobody has decided
         if not question.config.recomputes_freely or question.profile.num_collectives:
             more = ()  # ranks that plan for themselves must issue the same collectives
         self._forced, self._more = forced, more
