@@ -64,6 +64,7 @@ def cut(model: Any, layers: Sequence[range]) -> list[Stage]:
     if not hasattr(getattr(model, "model", None), "layers"):
         inside = "model.get_base_model()" if hasattr(model, "get_base_model") else "the model that is inside it"
         raise ConfigError(f"pipeline: {type(model).__name__} has no model.layers to cut; cut {inside} instead")
+    layers = list(layers)
     if getattr(model.config, "output_router_logits", False):
         raise ConfigError(
             "pipeline: output_router_logits adds router losses of all layers, which no stage has; turn it off"

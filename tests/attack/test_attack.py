@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -47,13 +48,18 @@ def _parts(draw: Draw) -> set[tuple[str, object]]:
     return found | {("block", name) for layer in draw.model.layers for name, _ in layer}
 
 
+@functools.cache
+def _first_draws() -> list[tuple[Draw, set[tuple[str, object]]]]:
+    """With what each is made of."""
+    return [(draw, _parts(draw)) for draw in map(any_draw, range(400))]
+
+
 def _seeds(num_draws: int, *, has_budget: bool) -> list[int]:
     """Draws that together have every part of the first 400, each the one with the most new parts; at most so many.
 
     Of those whose plans are made for a budget, or of the others: a budget costs ten times as much.
     """
-    draws = [any_draw(seed) for seed in range(400)]
-    left = {draw.seed: _parts(draw) for draw in draws if (draw.plan in WITH_BUDGET) == has_budget}
+    left = {draw.seed: parts for draw, parts in _first_draws() if (draw.plan in WITH_BUDGET) == has_budget}
     found: list[int] = []
     while len(found) < num_draws and any(left.values()):
         best = max(left, key=lambda seed: len(left[seed]))

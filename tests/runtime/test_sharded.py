@@ -26,7 +26,7 @@ from lowtide.tensors.fsdp import fsdp_modules, gathered_storages
 from tests.support import two_ranks
 from tests.support.virtual_engine import VirtualEngine, virtual
 
-NUM_LAYERS, WIDTH, INNER, VOCABULARY = 4, 32, 96, 48
+NUM_LAYERS, WIDTH, INNER, VOCABULARY = 3, 32, 96, 48
 LAYER_BYTES = (3 * WIDTH * INNER + 2 * WIDTH) * 4
 SLACK = LAYER_BYTES
 """A worker thread of gloo may let go of a gathered module a little late, in the observed step or in another."""
@@ -377,7 +377,7 @@ class Dice(VirtualEngine):
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "layers": {"recompute_config": {"recompute": [3]}},
+    "layers": {"recompute_config": {"recompute": [2]}},
     "ops": {"recompute_config": {"select_recompute": [r"mlp\.act_fn", r"mlp\.gate_proj"]}},
     "module": {"recompute_config": {"select_recompute": {"mlp": [2]}}},
     "swap": {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 5, "layers": [0, 2]}]}},
@@ -424,7 +424,7 @@ class Gathers(TorchDispatchMode):
 
 
 def gathers(rank: int, way: str, flag: bool | None) -> dict[str, Any]:
-    """Two of four layers are recomputed; how often are parameters gathered, and how much is held in between?"""
+    """Two of three layers are recomputed; how often are parameters gathered, and how much is held in between?"""
     truth = plain_steps(way, rank)[:2]
     model, lines = net(way), []
     step(model, rank)

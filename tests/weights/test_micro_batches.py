@@ -128,8 +128,9 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("update", ["step", "in_backward"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_bits_of_plain(name: str, update: str) -> None:
-    """One micro-batch after the other is plain's order of sums; all forwards first is the order of random numbers."""
-    for number in (1, 3):
+    """One micro-batch after the other is plain's order of sums; all forwards first is the order of random numbers. A
+    single one is part of what three do."""
+    for number in (1, 3) if name in ("plain", "checkpointed") else (3,):
         found = train(swapped(update), number, change=CHANGES[name])
         assert_same(found, train(None, number, change=CHANGES[name]), gradients=update == "step")
 
