@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_534,
+    "lines": 56_543,
     "files": 239,
-    "classes": 438,
+    "classes": 439,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 9,
     "class names that several classes have": 8,

@@ -180,10 +180,10 @@ class RankStages:
     def has_loss(self) -> bool:
         return self._schedule.num_stages - 1 in self.stages
 
-    def take_passes(self, next_batch: Callable[[], torch.Tensor]) -> float:
+    def take_passes(self, next_batch: Callable[[], torch.Tensor], say: Callable[[str], None]) -> float:
         """Forward and backward of all micro-batches. The mean loss; 0 on ranks that do not have it.
 
-        Every rank draws all batches, and keeps those that it looks at.
+        Every rank draws all batches, and keeps those that it looks at. `say` hears of the plans for a budget.
         """
         assert self._pipeline is not None
         drawn = (next_batch() for _ in range(self._schedule.num_micro_batches))
@@ -194,7 +194,7 @@ class RankStages:
         if memory is not None and memory.has_budget and self._plans is None:
             own = dataclasses.replace(memory, loss="plain")
             how: Any = {"memory": own, "optimizer": self._optimizer, "engine": self._run.train.engine}
-            self._plans = fit_stages(self._pipeline, *given, together=self._together, **how)
+            self._plans = fit_stages(self._pipeline, *given, say=say, together=self._together, **how)
             self._tides = list(self._plans.tides.values())
         losses = self._pipeline.step(*given)
         total = torch.zeros((), dtype=torch.float64, device=self._device)

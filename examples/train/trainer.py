@@ -265,7 +265,7 @@ class Trainer:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
         if self.run.pipeline is not None:
             assert self.stages is not None
-            return self.stages.take_passes(self.sampler.next_batch)
+            return self.stages.take_passes(self.sampler.next_batch, self._tell)
         num_micro_batches = self.run.train.grad_accumulation
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(num_micro_batches):

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def _on_stderr(line: str) -> None:
-    sys.stderr.write(line + "\n")
-
-
 class Attached:
     """lowtide on one model, from `attach` to `remove`."""
 
@@ -40,10 +36,10 @@ class Attached:
         budget: int | str | None = None,
         memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None,
         engine: Any = None,
-        tell: Callable[[str], None] = _on_stderr,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """`where`: the name that the user wrote, for messages. `budget` and `memory` are those of `lowtide.optimize`
-        and `lowtide.apply`. `tell`: says a line to the user.
+        and `lowtide.apply`. `say` gets a line when a plan is made; absent, it is printed to stderr.
 
         Raises ConfigError for a wish that asks for nothing, or for what cannot be."""
         if budget is None and memory is None:
@@ -61,7 +57,7 @@ class Attached:
         self.budget = budget
         self.memory = memory
         self._engine = engine
-        self.tell = tell
+        self._say = say
         self.tide: Any = None
         """The handle in force, or the last one; None before `attach`."""
         self._step_began: float | None = None
@@ -121,6 +117,13 @@ class Attached:
     def _hear_no_more(self) -> None:
         if self._listener is not None:
             self._listener.close()
+
+    def tell(self, line: str) -> None:
+        """Say a line to the user."""
+        if self._say is not None:
+            self._say(line)
+        else:
+            sys.stderr.write(line + "\n")
 
     @property
     def stats(self) -> Any:

@@ -17,7 +17,7 @@ Not covered: several optimizers (manual optimization), FSDP and DeepSpeed strate
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,9 +30,9 @@ from lowtide.adapters.attach import Attached, shown
 class TideCallback(Callback):
     """lowtide for one Trainer. `tide` is the handle, `stats` its figures (those of the last run once it is over).
 
-    `budget`, `memory`, `engine`: as for `lowtide.adapters.transformers.TideCallback`. `module`: the name of the module
-    that `training_step` calls. Raises ConfigError at once where neither budget nor memory is given, and in `fit()` for
-    a name that is not there and for what does not fit the module.
+    `budget`, `memory`, `engine`, `say`: as for `lowtide.adapters.transformers.TideCallback`. `module`: the name of the
+    module that `training_step` calls. Raises ConfigError at once where neither budget nor memory is given, and in
+    `fit()` for a name that is not there and for what does not fit the module.
     """
 
     tide, stats = shown("tide"), shown("stats")
@@ -44,8 +44,9 @@ class TideCallback(Callback):
         module: str | None = None,
         memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None,
         engine: Any = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        self.attached = Attached("TideCallback", budget=budget, memory=memory, engine=engine)
+        self.attached = Attached("TideCallback", budget=budget, memory=memory, engine=engine, say=say)
         self._module = module
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

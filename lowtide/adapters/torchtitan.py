@@ -39,13 +39,14 @@ def with_lowtide(
     budget: int | str | None = None,
     memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None,
     engine: Any = None,
+    say: Callable[[str], None] | None = None,
 ) -> Any:
     """`config`, a torchtitan `Trainer.Config`, changed in place and given back: lowtide acts on what it trains.
 
-    `budget`, `memory`, `engine`: as for `lowtide.adapters.transformers.TideCallback`. The handle, once there is
+    `budget`, `memory`, `engine`, `say`: as for `lowtide.adapters.transformers.TideCallback`. The handle, once there is
     one, is `config.activation_checkpoint.tide`. Raises ConfigError for a wish that asks for nothing.
     """
-    attached = Attached("with_lowtide", budget=budget, memory=memory, engine=engine)
+    attached = Attached("with_lowtide", budget=budget, memory=memory, engine=engine, say=say)
     place = TideInPlace(attached)
     config.activation_checkpoint = place
     spec = config.model_spec

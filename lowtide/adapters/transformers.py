@@ -38,9 +38,9 @@ class TideCallback(TrainerCallback):
     """lowtide for one Trainer. `tide` is the handle, `stats` its figures (those of the last run once it is over).
 
     `budget`: bytes per device, or text such as "20GiB". `memory`: rules, a plan, or the path of a YAML file, as for
-    `lowtide.apply`; with `budget`, limits for the solver. `engine` as there. Rank 0 prints a line on stderr when a plan
-    is made. Raises ConfigError at once where neither budget nor memory is given, and in `train()` for what does not fit
-    the model.
+    `lowtide.apply`; with `budget`, limits for the solver. `engine` as there. `say` gets a line when a plan is made (by
+    default on stderr, from rank 0). Raises ConfigError at once where neither budget nor memory is given, and in
+    `train()` for what does not fit the model.
     """
 
     tide, stats = shown("tide"), shown("stats")
@@ -51,8 +51,9 @@ class TideCallback(TrainerCallback):
         *,
         memory: Mapping[str, Any] | str | os.PathLike[str] | Any = None,
         engine: Any = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        self.attached = Attached("TideCallback", budget=budget, memory=memory, engine=engine, tell=_above_the_bar)
+        self.attached = Attached("TideCallback", budget=budget, memory=memory, engine=engine, say=say or _above_the_bar)
         self._logs_to_all = False
         """It comes before Trainer's reporters, and gives them its figures."""
         self._restore_checkpointing: Callable[[], None] | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch import nn
 
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
-from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
@@ -62,6 +61,7 @@ _STEADY_BYTES = 4096
 """Numbers of a step: its loss, norms, the rate. And a few for each parameter and micro-batch."""
 _HEADROOM = 49
 """The guard begins to spill a fiftieth below its limit."""
+Say = Callable[[str], None]
 
 
 def fit_stages(
@@ -73,6 +73,7 @@ def fit_stages(
     memory: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     engine: EngineChoice = None,
+    say: Say | None = None,
     together: Any = None,
 ) -> StagePlans:
     """Bring the stages of this rank under plans that hold its budget. Collective over the ranks of the pipeline.
@@ -90,8 +91,8 @@ def fit_stages(
     wanted = ranks.all_do("its settings", lambda: _checked(pipeline, inputs, targets, memory, budget))
     settled = ranks.all_do("its budget", lambda: wanted.settled(lambda: memory_of_model(own, optimizer)))
     config, budget_bytes, line = settled
-    if line:
-        LOG.info("lowtide: rank %d: %s", pipeline.rank, line)
+    if line and say is not None:
+        say(f"lowtide: rank {pipeline.rank}: {line}")
     whole = plan_from_rules(dataclasses.replace(config, recompute=None, swap=None, keep=(), optimizer="keep"), ())
     chosen = choose_engine(engine, own, whole)
     placed = PlacedState(optimizer, chosen, "fit_stages")
@@ -127,7 +128,7 @@ def fit_stages(
         )
         found = ranks.all_do("its plan", lambda: plan_rank_with_state(task))
         plans = ranks.all_do("its plan", lambda: StagePlans(pipeline, task, found, placed, closes=chosen is not engine))
-        return plans.told()
+        return plans.told(say)
     except BaseException:
         if chosen is not engine:
             chosen.close()
@@ -259,12 +260,13 @@ class StagePlans:
         self.summaries = self._summaries(task)
         """By stage, what is said of it: of this rank's; after `told` of all stages of the pipeline."""
 
-    def told(self) -> StagePlans:
+    def told(self, say: Say | None) -> StagePlans:
         """All ranks hear of all plans. Collective. Gives itself back."""
         everywhere = gather(self.summaries, self._pipeline.group)
         self.summaries = dict(sorted(each for own in everywhere for each in own.items()))
-        for text in self.summaries.values():
-            LOG.info(text)
+        if say is not None:
+            for text in self.summaries.values():
+                say(text)
         return self
 
     @property

@@ -15,7 +15,7 @@ torch does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ def attach(
     run_pair: RunPair = one_after_the_other,
     tied: Sequence[Tie] | None = None,
     engine: Any = None,
+    say: Callable[[str], None] | None = None,
     together: Any = None,
 ) -> AttachedSchedule:
     """On all ranks, before the first step of `schedule` (torch's Schedule1F1B, ScheduleZBVZeroBubble, ...).
@@ -79,7 +80,7 @@ def attach(
         optimizer=optimizer,
     )
     if config is not None and config.has_budget:
-        how = {"memory": config, "optimizer": optimizer, "engine": engine, "together": together}
+        how = {"memory": config, "optimizer": optimizer, "engine": engine, "say": say, "together": together}
         return AttachedSchedule(schedule, pipeline, [], how)
     tides: list[Tide] = []
     try:

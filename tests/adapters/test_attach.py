@@ -43,7 +43,7 @@ def test_a_budget_in_the_memory_of_apply_is_planned_for(form: str, tmp_path: Pat
 
 
 def test_attaching_again_lets_go_first() -> None:
-    attached = Attached("here", budget="1GiB", engine=virtual(1))
+    attached = Attached("here", budget="1GiB", engine=virtual(1), say=lambda line: None)
     assert attached.scalars() == {}
     one, other = _model(), _model()
     attached.attach(one, None, speaks=True)

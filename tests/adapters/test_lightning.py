@@ -91,7 +91,7 @@ def test_the_module_around_it_is_told(tmp_path: Path) -> None:
 
 
 def _callback(**how: Any) -> TideCallback:
-    asked = {"budget": "1GiB", "engine": virtual(1)}
+    asked = {"budget": "1GiB", "engine": virtual(1), "say": lambda line: None}
     from lowtide.adapters.lightning import TideCallback
 
     return TideCallback(**{**asked, **how})

@@ -72,7 +72,7 @@ class Optimizers:
 def _config(before: Callable[..., None] | None = None, **wish: Any) -> Config:
     config = Config(model_spec=Spec("decoder", before), activation_checkpoint=SimpleNamespace(name="SelectiveAC"))
     if wish:
-        assert with_lowtide(config, engine=virtual(1), **wish) is config
+        assert with_lowtide(config, engine=virtual(1), say=lambda line: None, **wish) is config
     return config
 
 
@@ -187,7 +187,7 @@ def test_the_debug_model_of_the_library(tmp_path: Path) -> None:
         if not own:
             config.activation_checkpoint = None
         if wish is not None:
-            with_lowtide(config, engine=virtual(1), **wish)
+            with_lowtide(config, engine=virtual(1), say=lambda line: None, **wish)
         dims = ParallelDims.from_config(config.parallelism, 1)
         with torch.device("meta"):
             model = config.model_spec.model.build()

@@ -90,7 +90,7 @@ def test_bits_are_those_without_lowtide(make: Any, tmp_path: Path) -> None:
 
     plain, losses = trained(None)
     memory = {"recompute": ["layers.0"], "swap": ["layers.1"], "min_bytes": 0}
-    callback = TideCallback(memory=memory, engine=virtual(1))
+    callback = TideCallback(memory=memory, engine=virtual(1), say=lambda line: None)
     ours, our_losses = trained(callback)
     assert our_losses == losses and len(losses) == 3
     assert all(torch.equal(value, plain[name]) for name, value in ours.items())
