@@ -66,7 +66,7 @@ WITHOUT = {
 MOST = {
     "lines": 56_543,
     "files": 239,
-    "classes": 439,
+    "classes": 438,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 9,
     "class names that several classes have": 8,
