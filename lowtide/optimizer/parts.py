@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class Parts:
         together = {number for number, group in enumerate(groups) if self._steps_at_once(group, active[number])}
         staying, fresh, at_once = self._sorted_out(number_of, together)
         first, *others = self._in_runs(staying) or [[]]
-        parts = [StepPart(sorted([*idle, *_by_group(first, number_of)], key=_number))]
+        parts = [StepPart(sorted([*idle, *_by_group(first, number_of)], key=itemgetter(0)))]
         parts += [StepPart(_by_group(parameters, number_of)) for parameters in others]
         if at_once:
             parts.append(self.together(at_once, number_of, self.buckets_of(at_once)))
@@ -203,7 +204,7 @@ def _by_group(parameters: list[torch.Tensor], number_of: dict[torch.Tensor, int]
     chosen: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         chosen.setdefault(number_of[parameter], []).append(parameter)
-    return sorted(chosen.items(), key=_number)
+    return sorted(chosen.items(), key=itemgetter(0))
 
 
 def one_by_one(number: int, stretches: list[Stretch]) -> StepPart:
@@ -213,10 +214,6 @@ def one_by_one(number: int, stretches: list[Stretch]) -> StepPart:
         part = StepPart([(number, [stretch.cut.parameter])], stretch=stretch, then=part)
     assert part is not None
     return part
-
-
-def _number(chosen: Chosen) -> int:
-    return chosen[0]
 
 
 # -- a large parameter ------------------------------------------------------------------------------------------------

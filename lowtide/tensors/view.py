@@ -230,7 +230,7 @@ def without_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def nan_in_place_of(shape: Shape, device: torch.device) -> torch.Tensor:
     """One NaN (-1 where the type has none) in the size of a tensor whose bytes are not on the device."""
     number = float("nan") if shape.dtype.is_floating_point or shape.dtype.is_complex else -1
-    return torch.full((), number, dtype=shape.dtype, device=device).expand(shape.size)
+    return torch.full((), number, dtype=shape.dtype, device=device).expand(shape.size).data  # without a base
 
 
 class View:

@@ -258,6 +258,7 @@ class WeightMoves:
             is_shared = not is_fresh and self._is_held(item, storage)
             self._wait_out(item)
             self._forget(item)
+            self._leave_slot(item)
             item.version = None
             if is_shared:
                 return False
@@ -265,7 +266,6 @@ class WeightMoves:
                 storage = self.engine.new_buffer(item.nbytes, self.device)
                 item.shape.over(storage).copy_(tensor.detach())
                 tensor.data = item.shape.over(storage)
-            self._leave_slot(item)
             item.buffer = storage
             self._count(item)
         return True
@@ -318,8 +318,13 @@ class WeightMoves:
         """Give the item another slot if somebody has kept what shows the bytes in this one."""
         self.free_left()
         slot, shown = item.slot, item.away
-        if self.device.type != "cpu" or slot is None or shown is None or not _has_others(shown.untyped_storage()):
+        if slot is None or shown is None or not _has_others(shown.untyped_storage()):
             return
+        if self.device.type != "cpu" and not item.is_gradient:
+            raise RuntimeError(
+                f"lowtide: {item.name} was given other memory, and what its .data showed while it was away, which has "
+                "no bytes, is kept; put that back, and exchange .data inside of 'with handle.here():'"
+            )
         item.slot = None
         try:
             self.place(item)

@@ -145,6 +145,27 @@ def test_gradients_that_are_filled_while_they_are_away() -> None:
             loss.backward()
 
 
+@torch.no_grad()
+def test_data_that_is_exchanged_while_a_weight_is_away_is_refused() -> None:
+    """As an average of weights is lent for an evaluation: what shows in place of the weight has no bytes."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).to(HERE)
+    x, mean = torch.ones(2, 16, device=HERE), torch.ones(16, 16, device=HERE)
+    weight = model[1].weight
+    with lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=1) as handle:
+        before = model(x)
+        with handle.here():
+            back, weight.data = weight.data, mean
+            assert not torch.equal(model(x), before)
+            weight.data = back
+            del back  # who keeps it keeps the weight on the device
+        assert torch.equal(model(x), before)
+        back, weight.data = weight.data, mean
+        with pytest.raises(RuntimeError, match=r"^lowtide: 1\.weight was given other memory, and .* put that back"):
+            model(x)
+        weight.data = back
+        assert torch.equal(model(x), before)
+
+
 def test_what_backward_gives_stays_while_all_of_it_is_to_be_here() -> None:
     results = []
     for is_swapped in (False, True):
