@@ -10,7 +10,7 @@ The inputs of a region get handles like any other saved tensor, so they can be k
 
 A region runs again at most once in a backward pass, with gradients, in the random state and the autocast of its first
 run, as one of `torch.utils.checkpoint` (non-reentrant) does. That itself is not in use: its hooks take several
-microseconds for each tensor, a call of it 130 us beside 25 here, and it makes handles of positional inputs only
+microseconds for each tensor, a call of it 170 us beside 40 here, and it makes handles of positional inputs only
 (docs/decisions/0106-regions-of-our-own.md).
 
 What torch's does not do:
@@ -26,7 +26,7 @@ What torch's does not do:
 - the bytes that a region drops are counted, and after they are recomputed they are in the ledger.
 
 Cost: the region's forward time once more (a module whose output is dropped: up to twice, of something cheap), and, for
-a decoder layer with 13 modules that saves 38 tensors, some 0.3 ms of Python beyond checkpoint (docs/history/LOG.md).
+a decoder layer with 13 modules that saves 38 tensors, some 0.25 ms of Python beyond checkpoint (docs/history/LOG.md).
 Not covered: differences that fingerprints miss (docs/limits.md); side effects that leave no trace in what the region
 saves or gives (a forward that prints does so twice); a key-value cache: see `without_cache` (call.py).
 """
