@@ -283,6 +283,15 @@ def ends_of(
     return [*range(length, local.numel(), length), local.numel()]
 
 
+def halves(ends: list[int]) -> list[int]:
+    """Where stretches end that are half as long as those that end here, as far as they can be cut."""
+    found = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        middle = start + -(-(end - start) // (2 * CUT_ELEMENTS)) * CUT_ELEMENTS
+        found += [middle, end] if middle < end else [end]
+    return found
+
+
 def is_cut_now(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Whether this step may be taken in stretches: the gradient lies in memory as the parameter does."""
     gradient = parameter.grad

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk, ends_of, in_order, is_cut_now, runs
+from lowtide.optimizer.buckets import Buffer, StateBucket, StateChunk, ends_of, halves, in_order, is_cut_now, runs
 from lowtide.optimizer.groups import Chosen, GroupSnapshot
 from lowtide.optimizer.store import StateStore, entries_of
 from lowtide.tensors.wrappers import inside, is_distributed, shell_of
@@ -45,7 +45,7 @@ class StepPart:
     """Which are fetched whole."""
     stretch: Stretch | None = None
     then: StepPart | None = None
-    """More of the parameter, which steps in this part's turn."""
+    """What else steps in this part's turn: more of the parameter, or what there was no memory for at a time."""
 
     def chunks(self) -> list[StateChunk]:
         """What has to be on the device."""
@@ -231,8 +231,20 @@ class Cut:
         self.made: dict[Hashable, torch.Tensor] = {}
         """State that was made in this step, whole and on the device, since no tier has room for a bucket of it."""
 
-    def stretches(self) -> list[Stretch]:
-        return [Stretch(self, begin, end) for begin, end in zip([0, *self.ends], self.ends, strict=False)]
+    def stretches(self, start: int = 0) -> list[Stretch]:
+        """Those from an element on."""
+        pairs = zip([0, *self.ends], self.ends, strict=False)
+        return [Stretch(self, begin, end) for begin, end in pairs if begin >= start]
+
+    def halve(self) -> bool:
+        """From now on stretches are half as long, where there is no memory for one; False if they are short already."""
+        assert self.bucket is not None
+        ends = halves(self.ends)
+        if ends == self.ends:
+            return False
+        self.ends = ends
+        self.bucket.cut(ends, self.store.engine)
+        return True
 
     def take_in(self, stretch: Stretch, new: dict[Hashable, torch.Tensor]) -> None:
         """Keep state that the optimizer made for a stretch of a parameter that had none."""

@@ -17,6 +17,7 @@ Not covered: optimizers that look at several parameters at once (requests.py ref
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from lowtide.errors import PartialStepError
 from lowtide.optimizer.buckets import Buffer, StateBucket
 from lowtide.optimizer.groups import GroupSnapshot
-from lowtide.optimizer.parts import Parts, StepPart, StepRun
+from lowtide.optimizer.parts import Parts, StepPart, StepRun, Stretch, one_by_one
 from lowtide.optimizer.requests import why_not_exact
 from lowtide.optimizer.state import ShownState
 from lowtide.optimizer.store import StateStore, entries_of
@@ -180,8 +181,14 @@ class Stepper:
 
     def _fetch(self, run: StepRun, number: int, buffers: list[Buffer | None]) -> None:
         """Add the buckets of a part to `buffers`, on the device (None: they never left), and start the next part's."""
-        for chunk in run.parts[number].chunks():
-            self.transfers.fetch(chunk)
+        while True:
+            try:
+                for chunk in run.parts[number].chunks():
+                    self.transfers.fetch(chunk)
+                break
+            except torch.OutOfMemoryError:
+                if not self._halve(run, number):
+                    raise
         behind = run.parts[number].then
         if behind is None:
             following = run.todo.index(number) + 1
@@ -190,6 +197,47 @@ class Stepper:
             self.transfers.fetch_ahead(chunk)  # without memory now, it is fetched once this part's is free
         for chunk in run.parts[number].chunks():
             buffers.append(self.transfers.arrive(chunk))
+
+    def _halve(self, run: StepRun, number: int) -> bool:
+        """Cut the bucket of a part for which there is no memory in two, which step one after the other."""
+        part = run.parts[number]
+        if part.stretch is not None:
+            return self._halve_stretches(run, number, part.stretch)
+        if len(part.buckets) != 1 or len(part.buckets[0].parameters) < 2:
+            return False
+        bucket = part.buckets[0]
+        self._warn_of_halving(bucket.nbytes)
+        self.store.adopt(bucket.parameters, anywhere=True, apart=set(bucket.parameters[: len(bucket.parameters) // 2]))
+        number_of = {p: group for group, parameters in part.chosen for p in parameters}
+        halves = [
+            self.parts.together(half.parameters, number_of, [half]) for half in self.parts.buckets_of(bucket.parameters)
+        ]
+        then = part.then
+        for half in reversed([half for half in halves if half.chosen]):
+            half.then, then = then, half
+        assert then is not None
+        run.parts[number] = then
+        return True
+
+    def _halve_stretches(self, run: StepRun, number: int, stretch: Stretch) -> bool:
+        """Cut what is left of a large parameter into stretches of half the length."""
+        part, nbytes = run.parts[number], sum(chunk.nbytes for chunk in run.parts[number].chunks())
+        if not stretch.cut.halve():
+            return False
+        self._warn_of_halving(nbytes)
+        run.parts[number] = one_by_one(part.chosen[0][0], stretch.cut.stretches(stretch.start))
+        return True
+
+    def _warn_of_halving(self, nbytes: int) -> None:
+        """Say that a bucket is cut in two, and have nothing under way meanwhile."""
+        warnings.warn(
+            f"lowtide: no memory on {self.store.device} for {nbytes} bytes of optimizer state at a time; this "
+            "bucket is cut in two",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self.transfers.give_up()
+        self.transfers.settle()
 
     def _stop(self, run: StepRun, part: StepPart, buffers: list[Buffer | None]) -> None:
         """Show the state again as it was before this part, and let go of what was fetched."""

@@ -130,10 +130,13 @@ class StateStore:
                 found.append(values)
         return found
 
-    def adopt(self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False) -> None:
+    def adopt(
+        self, parameters: Iterable[torch.Tensor], *, anywhere: bool = False, apart: Collection[torch.Tensor] = ()
+    ) -> None:
         """Put all state of these parameters into buckets; what is in one already moves to a new one.
 
         `anywhere`: also what is in main memory, as after loading; no copy to or from it may be unfinished then.
+        `apart`: parameters that share no bucket with the others.
         """
         parameters = list(dict.fromkeys(parameters))
         old = {id(bucket): bucket for p in parameters if (bucket := self.bucket_of.get(p)) is not None}
@@ -152,12 +155,13 @@ class StateStore:
             self._take_out(
                 {m for m in bucket.memories if any(id(v) not in taken for _, _, v in shown.get(m, ()))}, shown
             )
-        sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in found]
-        least = [inside(values[0][0].detach()).nbytes for values in found]
-        if sizes:
-            self.state_bytes_per_parameter_byte = max(sum(sizes) / max(sum(least), 1), 0.01)
-        for run in runs([*map(max, sizes, least)], self.bucket_bytes):
-            self._make_bucket([value for values in found[run.start : run.stop] for value in values], anywhere)
+        for together in ([v for v in found if v[0][0] in apart], [v for v in found if v[0][0] not in apart]):
+            sizes = [lay_out([inside(value).nbytes for _, _, value in values])[1] for values in together]
+            least = [inside(values[0][0].detach()).nbytes for values in together]
+            if sizes:
+                self.state_bytes_per_parameter_byte = max(sum(sizes) / max(sum(least), 1), 0.01)
+            for run in runs([*map(max, sizes, least)], self.bucket_bytes):
+                self._make_bucket([value for values in together[run.start : run.stop] for value in values], anywhere)
         for bucket in old.values():
             self.transfers.free(bucket)
 

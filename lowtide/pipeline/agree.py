@@ -42,8 +42,9 @@ _ABSENT = "none"
 _MET = "lowtide: at"
 """Begins what a rank brings to a place. What ranks gather in other calls begins otherwise."""
 _Made = TypeVar("_Made")
-_LINGER_SECONDS, _POLL_SECONDS = 3.0, 0.05
+_LINGER_SECONDS = 3.0
 """How long a failed rank stays for the others to read its note: the store may live in its process."""
+_POLL_SECONDS = 0.05
 
 
 def agree(schedule: Schedule, mistake: str | None, facts: Facts, weights: Mapping[Place, Any], group: Any) -> str:

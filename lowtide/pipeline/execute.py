@@ -200,9 +200,11 @@ class Pipeline:
         """The norm of the gradients of all stages, shared weights counted once: what `torch.nn.utils.get_total_norm`
         gives of the whole model in one process, to the bit. Collective over the ranks of the pipeline."""
         with self.ending_all("gradient_norm"):
-            late = self.transport if self.num_steps else None  # else others may be at the first step
-            ask = functools.partial(meet, group=self.group) if late is None else late.meet
-            return gradient_norm(self.weights, self.tied.counted_elsewhere(), functools.partial(ask, "gradient_norm"))
+            if self.num_steps and self.transport is not None:
+                gather = functools.partial(self.transport.meet, "gradient_norm")
+            else:  # before the first step there is no transport yet, and ranks meet in the group
+                gather = functools.partial(meet, "gradient_norm", group=self.group)
+            return gradient_norm(self.weights, self.tied.counted_elsewhere(), gather)
 
     def _open(self) -> None:
         """Before the first step ranks meet. Raises ConfigError on all where something differs that must be equal."""

@@ -140,8 +140,12 @@ class Overlap:
         losses: list[torch.Tensor] = []
         backward: Callable[[], object] | None = None
         made: list[torch.Tensor] = []
+
+        def run_forward(batch: Batch) -> None:
+            made.append(forward(batch))
+
         for batch in micro_batches:
-            self.run_pair(lambda batch=batch: made.append(forward(batch)), backward)  # type: ignore[misc]
+            self.run_pair(functools.partial(run_forward, batch), backward)
             losses.append(made[0].detach())
             backward = functools.partial(torch.autograd.backward, made.pop())
         self.run_pair(None, backward)

@@ -264,7 +264,9 @@ _OF_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 def to_csv(schedule: Schedule) -> str:
     """Lines end as in torch's files."""
-    return "".join(",".join(map(str, row)) + "\r\n" for row in schedule.actions)
+    text = io.StringIO()
+    csv.writer(text).writerows(schedule.actions)
+    return text.getvalue()
 
 
 def from_csv(text: str, *, source: str, name: str) -> Schedule:
@@ -297,7 +299,8 @@ def from_csv(text: str, *, source: str, name: str) -> Schedule:
 
 def _parsed(word: str, where: str) -> AnyAction:
     if found := _PAIR.fullmatch(word):
-        return Pair(*(_single(part.strip(), where) for part in found.groups()))
+        forward, backward = (_single(part.strip(), where) for part in found.groups())
+        return Pair(forward, backward)
     return _single(word, where)
 
 

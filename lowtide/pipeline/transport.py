@@ -241,7 +241,11 @@ def _head_of(result: Result, blanks: _Blanks) -> torch.Tensor:
 
 
 def _told(blanks: _Blanks | None) -> str:
-    every = (f"{b.dtype}{list(b.shape)}{' with a graph' * b.requires_grad}" if b else "nothing" for b in blanks or ())
+    words = {True: " with a graph", False: ""}
+    every = [
+        "nothing" if each is None else f"{each.dtype}{list(each.shape)}{words[each.requires_grad]}"
+        for each in blanks or ()
+    ]
     return ", ".join(every) or "nothing"
 
 

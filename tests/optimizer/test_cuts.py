@@ -483,6 +483,30 @@ def test_an_optimizer_that_fails_inside_a_stretch_cannot_be_resumed(way: str, mo
     assert (engine.violations, engine.num_slots) == ([], 0)
 
 
+def test_stretches_for_which_there_is_no_memory_are_cut_in_two() -> None:
+    case = Large()
+    device = SimDevice(3, computes_on_host=True)
+    engine = AcceleratorEngine(device.device, 64 * 2**20, ops=device)
+    parameters, optimizer = case.build()
+    handle = swapped(optimizer, engine, bucket_bytes=12 * 2 * CUT_ELEMENTS)
+    counts = []
+    for step in range(STEPS):
+        case.set_gradients(parameters, step)
+        if step == 1:
+            device.room_bytes = 8 * CUT_ELEMENTS + 4096
+            with pytest.warns(RuntimeWarning, match="^lowtide: no memory on cpu for 1048576 bytes of optimizer state"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        counts.append(max(_stretches(handle)))
+    assert counts == [2, 3, 3, 3]
+    assert_same(result_of(parameters, optimizer), _without_scheduler(case))
+    device.room_bytes = None
+    handle.detach()
+    assert engine.memory_in_use() == {"host": 0}
+    engine.close()
+
+
 def test_what_no_tier_has_room_for_is_put_together_on_the_device() -> None:
     engine = VirtualEngine(0, host_bytes=20_000, disk_bytes=0)
     with pytest.warns(RuntimeWarning, match=r"bytes of optimizer state stay on cpu: host: .* more wanted"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,34 @@ def test_a_step_gets_by_with_the_memory_of_one_bucket(case: Case) -> None:
     device.room_bytes = 10_500  # the largest parameter's state
     engine = AcceleratorEngine(device.device, 64 * MIB, ops=device)
     assert_same(train(case, lambda o: swapped(o, engine)), plain(case))
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.usefixtures("_small_stages")
+def test_buckets_for_which_there_is_no_memory_are_cut_in_two(tier: str, tmp_path: Path) -> None:
+    case = Case("AdamW", "foreach", torch.float32, has_missing=False)
+    device = SimDevice(3, computes_on_host=True)
+    engine = AcceleratorEngine(device.device, 64 * MIB, DiskTier(tmp_path), ops=device)
+    parameters, optimizer = case.build()
+    plain_parameters, plain_optimizer = case.build()
+    handle = swapped(optimizer, engine, bucket_bytes=32768, tier=tier)
+    counts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(10):
+            if step == 6:
+                device.room_bytes = 12_000
+            for p, o in ((parameters, optimizer), (plain_parameters, plain_optimizer)):
+                case.set_gradients(p, step)
+                o.step()
+            counts.append(len(handle._store.buckets))
+    assert counts[9] > counts[5]
+    assert str(caught[0].message).startswith("lowtide: no memory on cpu for ")
+    assert len(caught) < 10
+    assert_same(result_of(parameters, optimizer), result_of(plain_parameters, plain_optimizer))
+    handle.detach()
+    assert engine.memory_in_use() == {"host": 0, "disk": 0}
     engine.close()
 
 

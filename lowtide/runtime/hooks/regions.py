@@ -5,8 +5,7 @@ An output of a module that is dropped has a `Rerun`, which recomputes it by runn
 Why not in the pack hook: inside a recomputed region autograd does not call our pack hook, so a pass works before and
 after the region. How a region runs, and runs again, is in runtime/recompute/region.py.
 
-Cost: see runtime/recompute/region.py. Not covered: which modules these are
-(runtime/session).
+Cost: see runtime/recompute/region.py. Not covered: which modules these are (runtime/session).
 """
 
 from __future__ import annotations
