@@ -37,6 +37,21 @@ class BudgetError(ConfigError):
         return make, (str(self),)
 
 
+class FieldError(ConfigError):
+    """The value of one field is wrong. `path`: the name of the field, or names and places from the outside in; what
+    reads a file knows where that is."""
+
+    def __init__(self, path: str | tuple[str | int, ...], message: str) -> None:
+        self.path = (path,) if isinstance(path, str) else path
+        self.message = message
+        name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path)
+        super().__init__(f"{name.removeprefix('.')}: {message}" if name else message)
+
+    def below(self, part: str | int) -> FieldError:
+        """The same, told from one level further out."""
+        return FieldError((part, *self.path), self.message)
+
+
 class NothingToTrainError(ConfigError):
     """Nothing that a forward pass reads requires a gradient."""
 

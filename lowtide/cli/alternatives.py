@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowtide.config.loader import FieldError, Locations
+from lowtide.config.loader import Locations
 from lowtide.config.memory import MemoryConfig
 from lowtide.config.run import DataConfig, ModelConfig, OptimizerKind, Precision, RunConfig, TrainConfig
 from lowtide.core.fate import Fate
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.core.text_table import align, percent
-from lowtide.errors import BudgetError, ConfigError
+from lowtide.errors import BudgetError, ConfigError, FieldError
 from lowtide.report.budget_sweep import BY_HAND, by_hand
 from lowtide.timeline.hardware import Hardware
 from lowtide.units import format_bytes, format_seconds
@@ -107,7 +107,7 @@ def settings_of(args: argparse.Namespace, kind: OptimizerKind) -> RunConfig:
             places=Locations(places={"model": "--model", "data.sequence_length": "--sequence"}),
         )
     except FieldError as error:
-        raise ConfigError(f"{options[error.field_name]}: {error.message}") from None
+        raise ConfigError(f"{options[str(error.path[0])]}: {error.message}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from lowtide.config.source import (
     too_many_digits,
 )
 from lowtide.core.budget import Budget, parse_budget
-from lowtide.errors import ConfigError, did_you_mean
+from lowtide.errors import ConfigError, FieldError, did_you_mean
 from lowtide.units import parse_bytes
 
 T = TypeVar("T")
@@ -57,15 +57,6 @@ ByteSize = Annotated[int, parse_bytes]
 """An `int` field that is written as a size."""
 BudgetSize = Annotated[Budget, parse_budget]
 """A field that is written as a size, as a share of what the device has, or as `auto`."""
-
-
-class FieldError(ConfigError):
-    """For `__post_init__`: the value of one field is wrong. The loader puts the field's place in front."""
-
-    def __init__(self, field_name: str, message: str) -> None:
-        super().__init__(f"{field_name}: {message}")
-        self.field_name = field_name
-        self.message = message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,8 +278,9 @@ class _SettingsBuilder:
             return cls(**values)
         except FieldError as error:
             entries = {entry.key: entry for entry in node.entries}
-            place = entries[error.field_name].node.place if error.field_name in entries else node.place
-            below = join_path(path, error.field_name)
+            name = str(error.path[0])
+            place = entries[name].node.place if name in entries else node.place
+            below = join_path(path, name)
             raise ConfigError(
                 f"{place}: '{below}' {error.message}" if self.in_file else f"{below}: {error.message}"
             ) from None

@@ -31,14 +31,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lowtide.config.loader import BudgetSize, ByteSize, FieldError, Locations, load_mapping, load_tree
+from lowtide.config.loader import BudgetSize, ByteSize, Locations, load_mapping, load_tree
 from lowtide.config.source import RawValue, read_yaml
 from lowtide.core.budget import Budget, DeviceMemory, settle
 from lowtide.core.decisions import OptimizerPlacement
 from lowtide.core.fate import Fate, Tier
 from lowtide.core.plan import Plan
 from lowtide.core.rules import Pattern, Rule, Rules
-from lowtide.errors import ConfigError, did_you_mean
+from lowtide.errors import ConfigError, FieldError, did_you_mean
 from lowtide.units import KIB, MIB
 
 _ELSEWHERE: dict[str, OptimizerPlacement] = {

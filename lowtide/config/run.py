@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from lowtide.config.loader import FieldError, Locations
+from lowtide.config.loader import Locations
 from lowtide.config.memory import MemoryConfig
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, FieldError
 
 RunSchedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_overlap", "zb_v", "dualpipev", "one_stage_overlap"]
 """Those that can be run, and so all that have a generator."""

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, FieldError
 
 T = TypeVar("T")
 _MOST_SHOWN = 40
@@ -27,19 +27,6 @@ OLD_NAME = "old name"
 LEAST = "least"
 """The same: the least number that the field may have, where that is not 0 and numbers are amounts."""
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
-
-
-class Mistake(Exception):
-    """A value that its field cannot have. `path`: names and places from the outside in."""
-
-    def __init__(self, text: str, *path: str | int) -> None:
-        super().__init__(text)
-        self.text = text
-        self.path = path
-
-    def __str__(self) -> str:
-        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path)
-        return f"{path.removeprefix('.')}: {self.text}" if path else self.text
 
 
 def parse_json(text: str, what: str, fix: str = "") -> Any:
@@ -60,7 +47,7 @@ def build(want: type[T], document: Any, most: int | None = None) -> T:
     """A value of type `want` from what `dataclasses.asdict` made of it, after JSON. Fields with a default may be left
     out. A class with a method `from_plain` is built by it. `most`: numbers are amounts, from 0 up to this.
 
-    Raises `Mistake` with the path of the first value that does not fit.
+    Raises `FieldError` with the path of the first value that does not fit.
     """
     return typing.cast(T, _reader(typing.cast(Any, want), most)(document))
 
@@ -98,7 +85,7 @@ def _scalar(want: Any) -> _Read:
 
     def read(value: Any) -> Any:
         if type(value) not in allowed or (want is float and not math.isfinite(value)):
-            raise Mistake(f"expected {_NAMES[want]}, not {_shown(value)}")
+            raise FieldError((), f"expected {_NAMES[want]}, not {_shown(value)}")
         return value
 
     return read
@@ -107,7 +94,7 @@ def _scalar(want: Any) -> _Read:
 def _amount(read_one: _Read, least: int, most: int) -> _Read:
     def read(value: Any) -> Any:
         if not least <= read_one(value) <= most:
-            raise Mistake(f"expected a number from {least} to {most:.0e}, not {value}")
+            raise FieldError((), f"expected a number from {least} to {most:.0e}, not {value}")
         return value
 
     return read
@@ -118,7 +105,7 @@ def _one_of(choices: dict[Any, Any]) -> _Read:
 
     def read(value: Any) -> Any:
         if not isinstance(value, str) or value not in choices:
-            raise Mistake(f"expected {', '.join(some)} or {last}, not {_shown(value)}")
+            raise FieldError((), f"expected {', '.join(some)} or {last}, not {_shown(value)}")
         return choices[value]
 
     return read
@@ -127,13 +114,13 @@ def _one_of(choices: dict[Any, Any]) -> _Read:
 def _rows(read_one: _Read) -> _Read:
     def read(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
-            raise Mistake(f"expected a list, not {_shown(value)}")
+            raise FieldError((), f"expected a list, not {_shown(value)}")
         made: list[Any] = []
         try:
             for item in value:
                 made.append(read_one(item))
-        except Mistake as mistake:
-            raise Mistake(mistake.text, len(made), *mistake.path) from None
+        except FieldError as mistake:
+            raise mistake.below(len(made)) from None
         return tuple(made)
 
     return read
@@ -154,19 +141,19 @@ def _fields(cls: Any, most: int | None) -> _Read:
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise Mistake(f"expected an object, not {_shown(value)}")
+            raise FieldError((), f"expected an object, not {_shown(value)}")
         written = {older.get(name, name): name for name in value if name not in left}
         for name in needed:
             if name not in written:
-                raise Mistake(f"missing key {name!r}")
+                raise FieldError((), f"missing key {name!r}")
         made = {}
         for field, key in written.items():
             if field not in readers:
-                raise Mistake(f"unknown key {key!r}")
+                raise FieldError((), f"unknown key {key!r}")
             try:
                 made[field] = readers[field](value[key])
-            except Mistake as mistake:
-                raise Mistake(mistake.text, key, *mistake.path) from None
+            except FieldError as mistake:
+                raise mistake.below(key) from None
         return cls(**made)
 
     return read

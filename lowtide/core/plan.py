@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from lowtide.core.decisions import AccountLine, OptimizerPlacement, Prediction, SiteDecision, WeightsPlacement
 from lowtide.core.fate import Fate
-from lowtide.core.json_text import Mistake, build, parse_json
+from lowtide.core.json_text import build, parse_json
 from lowtide.core.rules import Rules
 from lowtide.core.text_table import align, first_few, layers_label, percent, plural, runs, wrapped
 from lowtide.errors import ConfigError
@@ -157,7 +157,7 @@ class Plan:
         digest = document.pop("digest", None)
         try:
             plan = build(cls, document)
-        except (Mistake, ConfigError) as error:
+        except ConfigError as error:
             raise ConfigError(f"plan: {error}; write the plan again") from None
         if plan.digest() != digest:
             raise ConfigError(f"plan: the digest {digest} does not fit the rules and layers; write the plan again")

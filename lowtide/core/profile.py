@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from lowtide.core.json_text import LEAST, OLD_NAME, Mistake, build, parse_json
+from lowtide.core.json_text import LEAST, OLD_NAME, build, parse_json
 from lowtide.core.recipe import Codec, Recipe, RetainedInput
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, FieldError
 
 PROFILE_SCHEMA = 6
 _MOST_AMOUNT = 10**18
@@ -263,7 +263,7 @@ class Profile:
         try:
             profile = build(cls, document, _MOST_AMOUNT)
             _check(profile)
-        except Mistake as mistake:
+        except FieldError as mistake:
             raise ConfigError(f"profile: not a profile of lowtide ({mistake}); profile the model again") from None
         return profile
 
@@ -278,50 +278,50 @@ def _faster(node: Site, share: float) -> Site:
 
 
 def _check(profile: Profile) -> None:
-    """What the parts of an edited profile must have in common. Raises `Mistake`."""
+    """What the parts of an edited profile must have in common. Raises `FieldError`."""
     num_ops, names = len(profile.op_names), {node.name for node in profile.nodes}
     for column in ("op_seconds", "op_bytes", "op_gradient_bytes"):
         if (length := len(getattr(profile, column))) != num_ops:
-            raise Mistake(f"expected {num_ops} entries as in op_names, not {length}", column)
+            raise FieldError(column, f"expected {num_ops} entries as in op_names, not {length}")
     if len(profile.signatures) != len(profile.layers):
-        raise Mistake(f"expected one for each of {len(profile.layers)} layers", "signatures")
+        raise FieldError("signatures", f"expected one for each of {len(profile.layers)} layers")
     if profile.layer_weights and len(profile.layer_weights) != len(profile.layers):
-        raise Mistake(f"expected one for each of {len(profile.layers)} layers", "layer_weights")
+        raise FieldError("layer_weights", f"expected one for each of {len(profile.layers)} layers")
     if not 0 < profile.num_forward_ops < num_ops:
-        raise Mistake(f"expected a number from 1 to {num_ops - 1}", "num_forward_ops")
+        raise FieldError("num_forward_ops", f"expected a number from 1 to {num_ops - 1}")
     if len(names) != len(profile.nodes):
-        raise Mistake("two nodes have one name", "nodes")
+        raise FieldError("nodes", "two nodes have one name")
     for index, node in enumerate(profile.nodes):
         _check_node(node, names, profile, "nodes", index)
     for index, call in enumerate(profile.calls):
         where = ("calls", index)
         if not 0 <= call.first_op <= call.enough_op <= call.end_op <= profile.num_forward_ops:
-            raise Mistake(f"expected operators within 0 to {profile.num_forward_ops}", *where, "first_op")
+            raise FieldError((*where, "first_op"), f"expected operators within 0 to {profile.num_forward_ops}")
         if len(call.op_bytes) != call.end_op - call.first_op:
-            raise Mistake("expected one number for each operator of the call", *where, "op_bytes")
+            raise FieldError((*where, "op_bytes"), "expected one number for each operator of the call")
         if not names.issuperset(call.inputs):
-            raise Mistake("expected names of nodes", *where, "inputs")
+            raise FieldError((*where, "inputs"), "expected names of nodes")
 
 
 def _check_node(node: Site, names: set[str], profile: Profile, *where: str | int) -> None:
     num_ops = len(profile.op_names)
     for name in ("born", "saved", "dies", "release"):
         if not -1 <= getattr(node, name) <= num_ops + 1:
-            raise Mistake(f"expected an operator's number from -1 to {num_ops + 1}", *where, name)
+            raise FieldError((*where, name), f"expected an operator's number from -1 to {num_ops + 1}")
     if not node.born <= node.saved <= profile.num_forward_ops or node.saved < 0:
-        raise Mistake(f"expected a forward operator's number, at least {max(node.born, 0)}", *where, "saved")
+        raise FieldError((*where, "saved"), f"expected a forward operator's number, at least {max(node.born, 0)}")
     if node.dies < max(node.born, 0):
-        raise Mistake(f"expected an operator's number, at least {max(node.born, 0)}", *where, "dies")
+        raise FieldError((*where, "dies"), f"expected an operator's number, at least {max(node.born, 0)}")
     if list(node.reads) != sorted(node.reads) or any(
         not profile.num_forward_ops <= read <= num_ops for read in node.reads
     ):
-        raise Mistake(f"expected ascending numbers from {profile.num_forward_ops} to {num_ops}", *where, "reads")
+        raise FieldError((*where, "reads"), f"expected ascending numbers from {profile.num_forward_ops} to {num_ops}")
     if node.layer is not None and node.layer not in profile.layers:
-        raise Mistake("expected the name of a layer, or null", *where, "layer")
+        raise FieldError((*where, "layer"), "expected the name of a layer, or null")
     for kind in ("recipe", "collective_recipe"):
         recipe = getattr(node, kind)
         if recipe is not None and not names.issuperset(recipe.nodes):
-            raise Mistake("expected names of nodes", *where, kind, "inputs")
+            raise FieldError((*where, kind, "inputs"), "expected names of nodes")
 
 
 ByteSpan = tuple[int, int, int]

@@ -87,7 +87,7 @@ class Pattern:
 
     @classmethod
     def from_plain(cls, text: Any) -> Pattern:
-        """A pattern in a JSON document. Raises `Mistake` for what is no text."""
+        """A pattern in a JSON document. Raises `FieldError` for what is no text."""
         return cls.parse(build(str, text))
 
     def matches(self, name: str, *, is_site: bool = True) -> bool:
@@ -311,7 +311,7 @@ class Rules:
 
     @classmethod
     def from_plain(cls, document: Any) -> Rules:
-        """What `to_plain` wrote. Raises `Mistake` for a value that does not fit, `ConfigError` for a bad pattern."""
+        """What `to_plain` wrote. Raises `FieldError` for a value that does not fit, `ConfigError` for a bad pattern."""
         return cls(build(tuple[Rule, ...], document))
 
 

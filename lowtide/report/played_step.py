@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.config.memory import MemoryConfig
 from lowtide.core.fate import Fate
-from lowtide.core.json_text import Mistake, build, parse_json
+from lowtide.core.json_text import build, parse_json
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile, layer_of
 from lowtide.errors import ConfigError
@@ -96,7 +96,7 @@ class Played:
         """What `to_json` wrote. Raises ConfigError for anything else."""
         try:
             return build(cls, parse_json(text, "file"))
-        except (Mistake, ConfigError) as error:
+        except ConfigError as error:
             raise ConfigError(f"not as lowtide wrote it: {error}") from None
 
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from lowtide.config.loader import ByteSize, FieldError, Locations, load_mapping, load_tree
+from lowtide.config.loader import ByteSize, Locations, load_mapping, load_tree
 from lowtide.config.source import read_yaml
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, FieldError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
