@@ -12,6 +12,7 @@ import ctypes
 import gc
 import hashlib
 import importlib.util
+import itertools
 import json
 import sys
 import threading
@@ -109,8 +110,8 @@ def _build(size: Mapping[str, int], seed: int) -> tuple[Any, torch.optim.Optimiz
     model = LlamaForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     corpus = open_corpus(standard_library())
-    sampler = Sampler(corpus, sequence_length=size["sequence"], batch_size=size["batch"], seed=seed)
-    return model, optimizer, iter(sampler.next_batch, None)
+    sampler = Sampler(corpus=corpus, sequence_length=size["sequence"], batch_size=size["batch"], seed=seed)
+    return model, optimizer, map(sampler.batch, itertools.count())
 
 
 def _step(

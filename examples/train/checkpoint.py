@@ -1,14 +1,14 @@
 """Everything a run needs to go on to the bit, in a folder that is either whole or not there.
 
 What: `step-00000120/` has the tensors of the model and the optimizer as safetensors files, written by torch's
-distributed checkpoint (each tensor, or each shard of one, by one rank that has it), and `run.json`: step, place in the
-text, random states of all ranks, the settings that shape the loss curve, the SHA-256 of every file and of itself. The
-optimizer's groups follow from the settings, and the learning rate from the step.
+distributed checkpoint (each tensor, or each shard of one, by one rank that has it), and `run.json`: the step, the
+settings that shape the loss curve, the SHA-256 of every file and of itself. The optimizer's groups follow from the
+settings; the learning rate, the text and the random numbers of a step follow from its number.
 Why a folder is whole: it is written under another name and renamed at the end. The newest two are kept.
 No pickle is read: shapes and shards stand in the headers of the safetensors files, and DCP's `.metadata` is neither
 written nor looked at. The hashes find damage, not an attacker, who can make them fit.
 Cost: one pass over the bytes to write them and one to hash them; the step waits for both.
-Not covered: another number of ranks than at saving, but for shards, whose random states then begin anew.
+Not covered: another number of ranks than at saving, but for shards.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ import contextlib
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +35,12 @@ from lowtide.config.run import RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.json_text import parse_json
 from lowtide.errors import ConfigError
-from lowtide.tensors.ranks import gather
 
-FORMAT = 4
+FORMAT = 5
 NUM_KEPT = 2
 _MOST_JSON_BYTES = 64 << 20
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_SUFFIX = ".partial"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What `load` gives back beside the tensors, which it fills in place."""
-
-    step: int
-    data: Mapping[str, object]
-    """`Sampler.state()`."""
-    random: Mapping[str, Any] | None
-    """For `set_random_state`, when everything that draws has been built; None where other ranks saved than load."""
 
 
 class State:
@@ -87,17 +72,7 @@ class State:
         )
 
 
-def save(
-    folder: Path,
-    state: State,
-    *,
-    step: int,
-    data: Mapping[str, object],
-    settings: Mapping[str, object],
-    ranks: Ranks,
-    device: torch.device,
-    layout: str = "",
-) -> Path:
+def save(folder: Path, state: State, *, step: int, settings: Mapping[str, object], ranks: Ranks) -> Path:
     """Writes `folder/step-...` on all ranks together and drops the oldest ones. Raises `TrainingError` if it cannot."""
     path = folder / f"step-{step:08d}"
     partial = folder / f".{path.name}{_PARTIAL_SUFFIX}"
@@ -111,10 +86,9 @@ def save(
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         with _no_word_of_one_rank():
             dcp.save(state.tensors, storage_writer=writer, no_dist=ranks.is_alone)
-        random_states = gather(random_state(device), None)
         if ranks.is_first:
-            run = {"step": step, "data": data, "settings": settings, "layout": layout, "random": random_states}
-            run["files"] = {file.name: _sha256_of_file(file) for file in partial.iterdir()}
+            files = {file.name: _sha256_of_file(file) for file in partial.iterdir()}
+            run = {"step": step, "settings": settings, "files": files}
             with (partial / "run.json").open("x", encoding="utf-8") as file:
                 json.dump({"format": FORMAT, "sha256": _sha256_of(run), "run": run}, file)
                 file.flush()
@@ -134,18 +108,11 @@ def save(
     return path
 
 
-def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ranks, layout: str = "") -> Saved:
-    """Fills the tensors from a whole checkpoint of the same run. Raises `ConfigError`: the folder is damaged, other
-    settings, another number of ranks."""
+def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ranks) -> int:
+    """Fills the tensors from a whole checkpoint of the same run, and gives its step. Raises `ConfigError`: the folder
+    is damaged, other settings."""
     run = _read_run(path)
-    num_ranks = len(run["random"])
-    is_same = (run["layout"], num_ranks) == (layout, ranks.num_ranks)
     _check_settings(path, run["settings"], settings)
-    if not is_same and not (layout and run["layout"]):
-        raise ConfigError(
-            f"{path}: saved by {num_ranks} ranks, this run has {ranks.num_ranks}; start it on as many with "
-            "torchrun, or start a new run with another train.output_dir"
-        )
     for name, sha256 in run["files"].items() if ranks.is_first else ():
         try:
             if _sha256_of_file(path / name) != sha256:
@@ -159,7 +126,7 @@ def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ran
     except CheckpointException as error:
         raise _damaged(path, f"its tensors are not those of this model ({_why(error)})") from None
     state.put_back()
-    return Saved(step=run["step"], data=run["data"], random=run["random"][ranks.rank] if is_same else None)
+    return int(run["step"])
 
 
 # -- which checkpoint ----------------------------------------------------------------------------------------------
@@ -201,31 +168,6 @@ def to_resume(run: RunConfig) -> Path | None:
             "choose another 'train.output_dir', delete the folder, or write auto",
         )
     return chosen
-
-
-# -- random states -------------------------------------------------------------------------------------------------
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The generators a training step may draw from, as JSON."""
-    state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state().tolist()}
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(device).tolist()
-    if numpy := sys.modules.get("numpy"):
-        name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = [name, keys.tolist(), *rest]
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
-    if device.type != "cpu" and "device" in state:
-        own = torch.tensor(state["device"], dtype=torch.uint8)
-        torch.get_device_module(device).set_rng_state(own, device)
-    if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(tuple(state["numpy"]))
 
 
 # -- JSON ----------------------------------------------------------------------------------------------------------

@@ -2,20 +2,21 @@
 
 What: `Corpus` is the concatenation of some files; `Sampler` deals its sequences out in an order that is shuffled by the
 seed. Tokens are bytes, so there is no tokenizer and the vocabulary is 256.
-Why: a run that is stopped and resumed must see the very sequences it would have seen. The place is one number: how many
-sequences all ranks together have taken.
+Why: a run that is stopped and resumed must see the very sequences it would have seen. Which ones a micro-batch has
+follows from its number alone, so there is no place in the text that a checkpoint would have to keep.
 Cost: each rank has the whole text in main memory. Not covered: other tokenizers, packing of documents, masks.
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import os
 import random
 import sysconfig
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -79,62 +80,41 @@ def open_text(run: RunConfig) -> Corpus:
     return corpus
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Deals sequences out to the ranks; the only thing that changes is `position`.
+    """Deals sequences out to the ranks.
 
-    A micro-batch of the whole job is `batch_size * num_ranks` consecutive places of the shuffled order, of which this
-    rank takes its own `batch_size`: ranks never share a sequence within an epoch. After the last sequence a new epoch
+    A micro-batch of the whole job is `batch_size * num_ranks` consecutive places of the shuffled order, of which each
+    rank has its own `batch_size`: ranks never share a sequence within an epoch. After the last sequence a new epoch
     begins in a new order, without dropping the remainder.
     """
 
-    corpus: Corpus = field(kw_only=False)
+    corpus: Corpus
     sequence_length: int
     batch_size: int
     seed: int
     rank: int = 0
     num_ranks: int = 1
-    position: int = 0
-    _orders: dict[int, list[int]] = field(default_factory=dict, init=False)
-    """Of the epoch that was dealt from last."""
 
-    def next_indices(self) -> list[int]:
-        """Which sequences this rank takes next; moves on by one micro-batch of all ranks."""
-        first = self.position + self.rank * self.batch_size
-        self.position += self.batch_size * self.num_ranks
+    def indices(self, number: int) -> list[int]:
+        """Which sequences this rank has in micro-batch `number` of the run, counted from 0."""
+        first = (number * self.num_ranks + self.rank) * self.batch_size
         return [self._sequence_at(place) for place in range(first, first + self.batch_size)]
 
-    def next_batch(self) -> torch.Tensor:
-        """The next micro-batch of this rank: int64 (B, T), values 0..255."""
+    def batch(self, number: int) -> torch.Tensor:
+        """That micro-batch: int64 (B, T), values 0..255."""
         length = self.sequence_length
-        rows = [bytearray(self.corpus.text[index * length : (index + 1) * length]) for index in self.next_indices()]
+        rows = [bytearray(self.corpus.text[index * length : (index + 1) * length]) for index in self.indices(number)]
         return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in rows]).long()
-
-    def state(self) -> dict[str, int | str]:
-        """What a checkpoint must hold to go on from here; the same on every rank."""
-        return {
-            "position": self.position,
-            "seed": self.seed,
-            "sequence_length": self.sequence_length,
-            "text_sha256": self.corpus.sha256,
-        }
-
-    def restore(self, state: Mapping[str, object]) -> None:
-        """Goes back to a saved place; the text, the seed and the sequence length must be what they were."""
-        for key, now in self.state().items():
-            if key != "position" and state.get(key) != now:
-                raise ConfigError(
-                    f"data: the checkpoint was made with {key} {state.get(key)!r}, this run has {now!r}; "
-                    "give it the same data, or start a new run with another train.output_dir"
-                )
-        position = state["position"]
-        assert isinstance(position, int)
-        self.position = position
 
     def _sequence_at(self, place: int) -> int:
         num_sequences = len(self.corpus.text) // self.sequence_length
         epoch, index = divmod(place, num_sequences)
-        if epoch not in self._orders:
-            self._orders = {epoch: list(range(num_sequences))}
-            random.Random(f"{self.seed} {epoch}").shuffle(self._orders[epoch])
-        return self._orders[epoch][index]
+        return _order(self.seed, epoch, num_sequences)[index]
+
+
+@functools.lru_cache(maxsize=2)  # a micro-batch may begin in one epoch and end in the next
+def _order(seed: int, epoch: int, num_sequences: int) -> list[int]:
+    order = list(range(num_sequences))
+    random.Random(f"{seed} {epoch}").shuffle(order)
+    return order

@@ -16,9 +16,10 @@ Not covered: data parallelism beside the pipeline, but for that of the experts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -34,7 +35,6 @@ from examples.train.tensor import check_tensor, cut_stages, ranks_of_a_stage
 from lowtide.cluster.layout import split_layers
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
-from lowtide.engines.base import Engine
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import SlicedLoss
@@ -50,7 +50,6 @@ from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.profiling.fake.trace import trace
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.runtime.saved.stats import Stats
-from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.tensors.ranks import ALONE, gather
 from lowtide.timeline.hardware import load_hardware
 
@@ -120,8 +119,8 @@ class RankStages:
         self._plans: StagePlans | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._pipeline: Pipeline | None = None
-        self._engine: Engine | None = None
-        self._placed: PlacedState | None = None
+        self._undo = contextlib.ExitStack()
+        """Leaves the stages as they were cut."""
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """When the weights are those to begin with: the memory section, and the pipeline."""
@@ -130,6 +129,7 @@ class RankStages:
         if run.train.precision == "bf16_autocast":
             for stage in self.stages.values():
                 stage.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(stage.forward)
+                self._undo.callback(delattr, stage, "forward")
         may_slice = run.memory is not None and run.memory.slices_loss["may"]
         # The optimizer has the parameters of all stages of the rank; the loss is after the last stage, and in none.
         memory = None if run.memory is None else dataclasses.replace(run.memory, optimizer="keep", loss="plain")
@@ -138,15 +138,18 @@ class RankStages:
         if run.sections is not None:
             self._follow(run, memory)
         elif memory is not None and not memory.has_budget:
-            self._tides = [
-                lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE) for stage in self.stages.values()
-            ]
+            for stage in self.stages.values():
+                self._add(lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE))
         make_loss = loss_function if self._parts is None else self._parts.loss_function
         loss = make_loss(may_slice=may_slice) if self.has_loss else None
         how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
         if self._schedule.splits_backwards:
             how["weight_gradients"] = WeightGradients()
         self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
+        self._undo.callback(self._pipeline.close)
+
+    def _add(self, tide: Any) -> None:
+        self._tides.append(self._undo.enter_context(tide))
 
     @property
     def layer_counts(self) -> list[int]:
@@ -163,31 +166,25 @@ class RankStages:
         many micro-batches in flight is no sign that the step is near."""
         own = torch.nn.ModuleList(self.stages.values())
         bare = plan_from_rules(dataclasses.replace(memory, recompute=None, swap=None, keep=()), ())
-        assert bare.optimizer is not None
-        self._engine = choose_engine(self._run.train.engine, own, bare)
-        self._placed = PlacedState(optimizer, self._engine, "lowtide train")
-        self._placed.check(bare.optimizer)
-        self._placed.follow(dataclasses.replace(bare, optimizer=dataclasses.replace(bare.optimizer, overlap="step")))
+        engine = self._undo.enter_context(contextlib.closing(choose_engine(self._run.train.engine, own, bare)))
+        self._undo.enter_context(lowtide.swap_optimizer(optimizer, overlap="step", engine=engine))
 
     def _follow(self, run: RunConfig, memory: MemoryConfig | None) -> None:
         """Files of MindSpore Transformers: each stage by the numbers that its layers have in the whole model."""
         sections = sections_of_stages(run.sections, self._schedule, self._num_layers)
         for stage, module in self.stages.items():
             how: Any = {"memory": memory, "engine": run.train.engine, "group": ALONE}
-            self._tides.append(follow(module, sections, first_layer=self._layers[stage][0], **how))
+            self._add(follow(module, sections, first_layer=self._layers[stage][0], **how))
 
     @property
     def has_loss(self) -> bool:
         return self._schedule.num_stages - 1 in self.stages
 
-    def take_passes(self, next_batch: Callable[[], torch.Tensor], say: Callable[[str], None]) -> float:
-        """Forward and backward of all micro-batches. The mean loss; 0 on ranks that do not have it.
-
-        Every rank draws all batches, and keeps those that it looks at. `say` hears of the plans for a budget.
-        """
+    def take_passes(self, batches: Iterable[torch.Tensor], say: Callable[[str], None]) -> float:
+        """Forward and backward of all micro-batches. The mean loss; 0 on ranks that do not have it. `say` hears of the
+        plans for a budget."""
         assert self._pipeline is not None
-        drawn = (next_batch() for _ in range(self._schedule.num_micro_batches))
-        batches = [tokens.to(self._device) for tokens in drawn if self.has_loss or 0 in self.stages]
+        batches = [tokens.to(self._device) for tokens in batches] if self.has_loss or 0 in self.stages else []
         inputs = batches if self._parts is None else [self._parts.own_part(tokens) for tokens in batches]
         given = inputs if 0 in self.stages else None, batches if self.has_loss else None
         memory = self._run.memory
@@ -195,6 +192,7 @@ class RankStages:
             own = dataclasses.replace(memory, loss="plain")
             how: Any = {"memory": own, "optimizer": self._optimizer, "engine": self._run.train.engine}
             self._plans = fit_stages(self._pipeline, *given, say=say, together=self._together, **how)
+            self._undo.callback(self._plans.remove)
             self._tides = list(self._plans.tides.values())
         losses = self._pipeline.step(*given)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -256,17 +254,7 @@ class RankStages:
 
     def close(self) -> None:
         """Leave the stages as they were cut."""
-        if self._pipeline is not None:
-            self._pipeline.close()
-        for handle in self._tides if self._plans is None else (self._plans,):
-            handle.remove()
-        if self._placed is not None:
-            self._placed.remove()
-        if self._engine is not None:
-            self._engine.close()
-        if self._run.train.precision == "bf16_autocast" and self._pipeline is not None:
-            for stage in self.stages.values():
-                del stage.forward
+        self._undo.close()
 
 
 def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.device) -> tuple[range, ...]:

@@ -1,7 +1,8 @@
-"""One rank's share of a run: its model, its optimizer, its place in the data, and how it takes one step.
+"""One rank's share of a run: its model, its optimizer, its part of the data, and how it takes one step.
 
 What: a step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens, so the mean of
-their means is the mean over the tokens, and nothing is weighed wrongly. Under `torchrun` gradients are exchanged (DDP)
+their means is the mean over the tokens, and nothing is weighed wrongly. Its text and its random numbers follow from its
+number, so that a run that is resumed has those that it would have had. Under `torchrun` gradients are exchanged (DDP)
 in the last micro-batch of a step only. With `train.expert_parallel` the experts are split over ranks and gradients are
 exchanged after the last micro-batch (experts.py). With a section `pipeline` each rank has some layers (stages.py), with
 `parallel.shard` a part of each (shards.py).
@@ -64,7 +65,7 @@ _FREE = {
 
 
 class Trainer:
-    """One rank's model, optimizer and place in the data, ready for the next step."""
+    """One rank's model, optimizer and part of the data, ready for the next step."""
 
     def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device) -> None:
         self.run = run
@@ -79,7 +80,7 @@ class Trainer:
         self.reader, self.num_readers = _reader(run, ranks)
         self.corpus = open_text(run)
         self.sampler = Sampler(
-            self.corpus,
+            corpus=self.corpus,
             sequence_length=run.data.sequence_length,
             batch_size=run.train.batch_size,
             seed=run.train.seed,
@@ -94,12 +95,11 @@ class Trainer:
         self.model.to(device)
         self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
-        saved = self._load(self.resumed_from) if self.resumed_from else None
-        same_on_all({"steps done": saved.step if saved else 0}, what=_RUN)
+        self.step = self._load(self.resumed_from) if self.resumed_from else 0
+        """Optimizer steps done."""
+        same_on_all({"steps done": self.step}, what=_RUN)
         self._has_compared = False
         """Whether ranks that share products have compared the gradients that they must have in common."""
-        self.step = saved.step if saved else 0
-        """Optimizer steps done."""
         self.say: Callable[[str], None] = lambda line: None
         """Hears the lines of the logger `lowtide`."""
         self._listener = Listener(self._tell)
@@ -111,13 +111,6 @@ class Trainer:
             self.tide = self._take_up_memory()
             if not ranks.is_alone and self.experts is None and self.shards is None:
                 self._forward = DistributedDataParallel(self.model)
-        # last, because everything above may draw
-        if saved and saved.random is not None:
-            checkpoint.set_random_state(saved.random, device)
-        else:
-            # Ranks that share products must draw alike.
-            place = ranks.rank if self.shards is None else self.reader
-            _seed(random.Random(f"{run.train.seed} {place} {self.step}").getrandbits(62))
 
     def _take_up_memory(self) -> Tide | Tides | None:
         """Rules are followed as written; a budget is planned for in the first step."""
@@ -159,13 +152,18 @@ class Trainer:
     @property
     def tokens_per_step(self) -> int:
         """Of all ranks."""
-        settings, pipeline = self.run.train, self.run.pipeline
-        num_micro_batches = settings.grad_accumulation if pipeline is None else pipeline.micro_batches
-        return settings.batch_size * num_micro_batches * self.num_readers * self.run.data.sequence_length
+        num_sequences = self.run.train.batch_size * self._num_micro_batches * self.num_readers
+        return num_sequences * self.run.data.sequence_length
+
+    @property
+    def _num_micro_batches(self) -> int:
+        pipeline = self.run.pipeline
+        return self.run.train.grad_accumulation if pipeline is None else pipeline.micro_batches
 
     def take_step(self, stop: StopRequest) -> tuple[StepRecord, signal.Signals | None]:
         """One optimizer step, and the signal on which all ranks agree to stop after it."""
         self._start_count()
+        self._seed_step()
         start = time.perf_counter()
         learning_rate = learning_rate_at(self.step, self.run.train)
         for group in self.optimizer.param_groups:
@@ -201,6 +199,11 @@ class Trainer:
         )
         return record, asked
 
+    def _seed_step(self) -> None:
+        # Ranks that share products must draw alike.
+        place = self.ranks.rank if self.shards is None else self.reader
+        _seed(random.Random(f"{self.run.train.seed} {place} {self.step}").getrandbits(62))
+
     def _plan_record(self, pass_seconds: float) -> PlanRecord | None:
         if self.stages is not None:
             return self.stages.plan_record(pass_seconds)
@@ -226,23 +229,21 @@ class Trainer:
         return self.experts.split.full_state_dict()
 
     def save(self) -> Path:
-        how: Any = {"step": self.step, "data": self.sampler.state(), "device": self.device}
-        return checkpoint.save(self.run.checkpoint_dir, self._state(), **how, **self._same_for_all())
+        how: Any = {"step": self.step, "settings": self._settings(), "ranks": self.ranks}
+        return checkpoint.save(self.run.checkpoint_dir, self._state(), **how)
 
-    def _load(self, path: Path) -> checkpoint.Saved:
-        saved = checkpoint.load(path, self._state(), **self._same_for_all())
-        self.sampler.restore(saved.data)
-        return saved
+    def _load(self, path: Path) -> int:
+        return checkpoint.load(path, self._state(), settings=self._settings(), ranks=self.ranks)
 
-    def _same_for_all(self) -> dict[str, Any]:
-        """What a checkpoint is compared with: settings that shape the loss curve, and what a rank has of the model."""
-        settings = settings_of(self.run) | ({} if self.stages is None else self.stages.settings)
+    def _settings(self) -> dict[str, Any]:
+        """What a checkpoint is compared with: what shapes the loss curve, and who has what of the model."""
+        settings = settings_of(self.run) | {"data.files (sha256)": self.corpus.sha256}
         if self.shards is None:
-            return {"settings": settings, "ranks": self.ranks}
+            own = {} if self.stages is None else self.stages.settings
+            return settings | own | {"number of ranks": self.ranks.num_ranks}
         # Another number of ranks may take the run up, if a step has the same sequences.
         num_sequences = settings.pop("train.batch_size") * settings.pop("train.grad_accumulation") * self.num_readers
-        settings |= {"parallel.shard": True, "sequences of a step": num_sequences}
-        return {"settings": settings, "ranks": self.ranks, "layout": self.shards.layout}
+        return settings | {"parallel.shard": True, "sequences of a step": num_sequences}
 
     def _state(self) -> checkpoint.State:
         rename: Callable[[str], str] | None = None
@@ -263,21 +264,20 @@ class Trainer:
 
     def _accumulate_gradients(self) -> float:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
-        if self.run.pipeline is not None:
-            assert self.stages is not None
-            return self.stages.take_passes(self.sampler.next_batch, self._tell)
-        num_micro_batches = self.run.train.grad_accumulation
+        count = self._num_micro_batches
+        batches = map(self.sampler.batch, range(self.step * count, (self.step + 1) * count))  # (B, T) each
+        if self.stages is not None:
+            return self.stages.take_passes(batches, self._tell)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index in range(num_micro_batches):
-            tokens = self.sampler.next_batch().to(self.device)  # (B, T)
-            run = functools.partial(self._run_micro_batch, tokens, is_last=index == num_micro_batches - 1)
+        for number, tokens in enumerate(batches, start=1):
+            run = functools.partial(self._run_micro_batch, tokens.to(self.device), is_last=number == count)
             total += self.tide.step(run) if self.tide is not None else run()
         if self.experts is not None:
             self.experts.average_gradients()
-        return float(total) / num_micro_batches
+        return float(total) / count
 
     def _run_micro_batch(self, tokens: torch.Tensor, *, is_last: bool) -> torch.Tensor:
-        """Forward and backward; the loss. Draws nothing from the data: it may run again if memory runs out."""
+        """Forward and backward; the loss. It may run again if memory runs out."""
         with self._exchange(is_on=is_last), self._autocast():
             loss = self._forward(input_ids=tokens, labels=tokens).loss
         with self._exchange(is_on=is_last):

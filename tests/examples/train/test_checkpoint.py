@@ -6,12 +6,10 @@ import errno
 import hashlib
 import json
 import pickle
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +18,6 @@ from examples.train import checkpoint
 from examples.train.ranks import Ranks, TrainingError
 from lowtide.errors import ConfigError
 
-CPU = torch.device("cpu")
 SETTINGS: dict[str, object] = {"train.learning_rate": 0.1, "model.fields": [1, 2]}
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 READ = [TENSORS, "run.json"]
@@ -43,14 +40,10 @@ class Job:
 
     def save(self, folder: Path, step: int) -> Path:
         state = checkpoint.State(self.model, self.optimizer)
-        how: Any = {"data": {"position": 7 * step}, "settings": SETTINGS, "ranks": Ranks(), "device": CPU}
-        return checkpoint.save(folder, state, step=step, **how)
+        return checkpoint.save(folder, state, step=step, settings=SETTINGS, ranks=Ranks())
 
-    def load(
-        self, path: Path, *, settings: dict[str, object] = SETTINGS, ranks: Ranks | None = None
-    ) -> checkpoint.Saved:
-        state = checkpoint.State(self.model, self.optimizer)
-        return checkpoint.load(path, state, settings=settings, ranks=ranks or Ranks())
+    def load(self, path: Path, *, settings: dict[str, object] = SETTINGS) -> int:
+        return checkpoint.load(path, checkpoint.State(self.model, self.optimizer), settings=settings, ranks=Ranks())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = dict(self.model.state_dict())
@@ -84,14 +77,9 @@ def rewrite_hashes(path: Path) -> None:
 def test_everything_comes_back_to_the_bit(job: Job, tmp_path: Path) -> None:
     path = job.save(tmp_path, 3)
     expected = job.tensors()
-    drawn = [random.random(), float(np.random.default_rng().random() * 0), torch.rand(2).tolist(), np.random.rand()]
     other = Job(seed=2)
-    saved = other.load(path)
-    assert (saved.step, saved.data) == (3, {"position": 21})
+    assert other.load(path) == 3
     assert all(torch.equal(tensor, expected[name]) for name, tensor in other.tensors().items())
-    assert saved.random is not None
-    checkpoint.set_random_state(saved.random, CPU)
-    assert drawn == [random.random(), 0.0, torch.rand(2).tolist(), np.random.rand()]
     torch.manual_seed(5)
     other.step()
     torch.manual_seed(5)
@@ -155,7 +143,7 @@ def test_a_planted_pickle_does_not_run(job: Job, tmp_path: Path, name: str, how:
     if name in READ:
         assert error_of_load(path).startswith(f"{path}: the checkpoint is damaged: ")
     else:
-        assert Job(seed=2).load(path).step == 1
+        assert Job(seed=2).load(path) == 1
     assert not mark.exists()
     with (path / name).open("rb") as file:  # the program does work
         pickle.load(file) if how == "pickle" else torch.load(file, weights_only=False)
@@ -187,10 +175,6 @@ def test_what_does_not_fit_is_refused(job: Job, tmp_path: Path) -> None:
         f"{path}: made by a run with other settings: model.fields was [1, 2] and is now None, more was None and is now "
         "1, train.learning_rate was 0.1 and is now 0.2; put them back, or start a new run with another train.output_dir"
     )
-    assert error_of_load(path, ranks=Ranks(rank=1, num_ranks=2)) == (
-        f"{path}: saved by 1 ranks, this run has 2; start it on as many with torchrun, or start a new run with another "
-        "train.output_dir"
-    )
     other = Job(seed=2)
     other.model.append(torch.nn.Linear(4, 1))
     with pytest.raises(ConfigError) as error:
@@ -201,6 +185,6 @@ def test_what_does_not_fit_is_refused(job: Job, tmp_path: Path) -> None:
     document = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(document | {"format": 2}))
     assert error_of_load(path) == (
-        f"{path}: written in another format than this version's, which is 4; finish the run with the version that "
+        f"{path}: written in another format than this version's, which is 5; finish the run with the version that "
         "started it, or start a new one with another train.output_dir"
     )

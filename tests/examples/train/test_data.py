@@ -1,4 +1,4 @@
-"""The text and the place in it: every sequence once an epoch, the same ones after a resume."""
+"""The text and its order: every sequence once an epoch, and which ones a micro-batch has follows from its number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from examples.train.data import Corpus, Sampler, open_corpus, standard_library
-from lowtide.errors import ConfigError
 
 
 @pytest.fixture
@@ -22,12 +21,12 @@ def corpus(tmp_path: Path) -> Corpus:
 
 def sampler(corpus: Corpus, **changes: int) -> Sampler:
     settings = {"sequence_length": 10, "batch_size": 3, "seed": 7, **changes}
-    return Sampler(corpus, **settings)  # type: ignore[arg-type]
+    return Sampler(corpus=corpus, **settings)  # type: ignore[arg-type]
 
 
 def test_the_order_never_changes(corpus: Corpus) -> None:
     """It is part of what a checkpoint means: a new release must not shuffle differently."""
-    assert sampler(corpus, batch_size=8).next_indices() == [79, 13, 41, 11, 30, 53, 64, 63]
+    assert sampler(corpus, batch_size=8).indices(0) == [79, 13, 41, 11, 30, 53, 64, 63]
 
 
 def test_corpus_hash_is_of_the_text_not_of_its_files(corpus: Corpus, tmp_path: Path) -> None:
@@ -37,45 +36,35 @@ def test_corpus_hash_is_of_the_text_not_of_its_files(corpus: Corpus, tmp_path: P
 
 def test_epoch_takes_every_sequence_once_and_the_next_one_in_another_order(corpus: Corpus) -> None:
     dealer = sampler(corpus, batch_size=5)
-    first = [index for _ in range(20) for index in dealer.next_indices()]
-    second = [index for _ in range(20) for index in dealer.next_indices()]
+    first = [index for number in range(20) for index in dealer.indices(number)]
+    second = [index for number in range(20, 40) for index in dealer.indices(number)]
     assert sorted(first) == sorted(second) == list(range(100))
     assert first != second
 
 
 def test_ranks_share_nothing_and_together_take_what_one_rank_would(corpus: Corpus) -> None:
     dealers = [sampler(corpus, rank=rank, num_ranks=4) for rank in range(4)]
-    together = [index for _ in range(8) for dealer in dealers for index in dealer.next_indices()]
+    together = [index for number in range(8) for dealer in dealers for index in dealer.indices(number)]
     alone = sampler(corpus, batch_size=12)
-    assert together == [index for _ in range(8) for index in alone.next_indices()]
+    assert together == [index for number in range(8) for index in alone.indices(number)]
     assert len(set(together)) == 96
 
 
 def test_batch_holds_the_bytes_of_its_sequences(corpus: Corpus) -> None:
-    indices = sampler(corpus).next_indices()
-    batch = sampler(corpus).next_batch()
+    indices = sampler(corpus).indices(5)
+    batch = sampler(corpus).batch(5)
     assert (batch.shape, batch.dtype) == ((3, 10), torch.int64)
     assert [bytes(row.tolist()) for row in batch] == [corpus.text[index * 10 : index * 10 + 10] for index in indices]
 
 
-def test_resume_goes_on_where_it_stopped(corpus: Corpus) -> None:
-    unbroken = sampler(corpus)
-    for _ in range(40):
-        unbroken.next_indices()
-    state = unbroken.state()
-    resumed = sampler(corpus)
-    resumed.restore(state)
-    assert [resumed.next_indices() for _ in range(50)] == [unbroken.next_indices() for _ in range(50)]
-
-
-def test_resume_on_another_text_is_refused(corpus: Corpus) -> None:
-    state = sampler(corpus).state() | {"text_sha256": "feed"}
-    with pytest.raises(ConfigError) as error:
-        sampler(corpus).restore(state)
-    assert str(error.value) == (
-        f"data: the checkpoint was made with text_sha256 'feed', this run has '{corpus.sha256}'; "
-        "give it the same data, or start a new run with another train.output_dir"
-    )
+def test_a_micro_batch_that_begins_in_one_epoch_ends_in_the_next(corpus: Corpus) -> None:
+    """Also out of turn, as after a resume."""
+    dealer = sampler(corpus)
+    numbered = {number: dealer.indices(number) for number in (70, 33, 0, 34)}
+    in_turn = [dealer.indices(number) for number in range(71)]
+    assert all(in_turn[number] == indices for number, indices in numbered.items())
+    assert sorted(index for indices in in_turn[:34] for index in indices)[:100] != list(range(100))
+    assert sorted([*(index for indices in in_turn[:33] for index in indices), in_turn[33][0]]) == list(range(100))
 
 
 def test_standard_library_is_text_without_tests() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,6 +89,24 @@ def test_three_and_three_steps_are_six(model: dict[str, object]) -> None:
     assert losses("parts") == losses("whole")
     assert second.losses_sha256 == whole.losses_sha256 != first.losses_sha256
     assert second.weights_sha256 == whole.weights_sha256 != first.weights_sha256
+
+
+def test_each_step_draws_its_own_numbers_again_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model draws from: torch, Python or numpy."""
+    drawn = []
+
+    def forward(self: Trainer, *args: object, **kwargs: object) -> torch.Tensor:
+        drawn.append((float(torch.rand(())), random.random(), float(np.random.rand())))
+        return torch.ones(())
+
+    monkeypatch.setattr(Trainer, "_run_micro_batch", forward)
+    go(output_dir="whole", steps=3, grad_accumulation=2)
+    whole = drawn.copy()
+    drawn.clear()
+    go(output_dir="parts", steps=1, grad_accumulation=2)
+    go(output_dir="parts", steps=3, grad_accumulation=2)
+    assert drawn == whole
+    assert len(set(whole)) == 6
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -248,8 +268,10 @@ def test_nothing_left_to_do(capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_settings_are_refused() -> None:
     go(output_dir="out", steps=2)
     assert "train.batch_size was 2 and is now 3" in error_of(output_dir="out", batch_size=3)
+    (path,) = Path("out/checkpoints").iterdir()
+    assert json.loads((path / "run.json").read_text())["run"]["settings"]["number of ranks"] == 1
     Path("text").write_bytes(b"another text, long enough for a sequence or two")
-    assert "the checkpoint was made with text_sha256" in error_of(output_dir="out")
+    assert "made by a run with other settings: data.files (sha256) was '" in error_of(output_dir="out")
 
 
 def test_damaged_checkpoint_is_not_taken_for_a_good_one() -> None:
