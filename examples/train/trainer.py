@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _RUN = "lowtide train"
 _FREE = {
-    *("model.fields", "model.key_places", "data.files", "pipeline.layers", "pipeline.overlap"),
+    *("model.fields", "model.locations", "data.files", "pipeline.layers", "pipeline.overlap"),
     *(
         "train.allow_non_finite",
         "train.log_every",

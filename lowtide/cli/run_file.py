@@ -16,14 +16,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import NoReturn
 
-from lowtide.config.loader import Locations, load_tree
+from lowtide.config.loader import load_tree
 from lowtide.config.memory import MemoryConfig
-from lowtide.config.run import SCHEDULES, DType, ModelConfig, PipelineConfig, Precision, RunConfig, RunFile
-from lowtide.config.source import RawValue, read_yaml, shown
+from lowtide.config.run import SCHEDULES, DType, PipelineConfig, Precision, RunConfig
+from lowtide.config.source import RawValue, read_yaml
 from lowtide.errors import ConfigError, did_you_mean
 from lowtide.mindformers.schema import has_sections, read_sections
 from lowtide.mindformers.schema.file import SECTIONS
@@ -49,10 +49,8 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
         if entry.key not in _OURS:
             hint = did_you_mean(entry.key, (*_OURS, *SECTIONS)) or f"; known sections: {', '.join(_OURS)}"
             raise ConfigError(f"{entry.place}: unknown section '{entry.key}'{hint}")
-    file = load_tree(root, RunFile)
-    entries = {entry.key: entry for entry in root.entries}
-    key_places = {entry.key: entry.place for entry in entries["model"].node.entries}
-    model = _model(file.model, file.places, key_places, precision=file.train.precision)
+    file = load_tree(root, RunConfig)
+    _check_model(file)
     _check_size(file)
     if sections is not None:
         _check_beside_sections(file)
@@ -73,7 +71,8 @@ def load_run(path: str | os.PathLike[str]) -> RunConfig:
     if train.engine is not None and file.memory is None and sections is None:
         file.fail("train.engine", "'train.engine' needs a 'memory' section; add one or remove the key")
     output_dir = train.output_dir or Path("runs") / Path(path).stem
-    return RunConfig(**vars(file) | {"model": model}, sections=sections, output_dir=output_dir)
+    model = dataclasses.replace(file.model, dtype=_WEIGHTS[train.precision])
+    return dataclasses.replace(file, model=model, sections=sections, output_dir=output_dir)
 
 
 def _without_sections(root: RawValue) -> RawValue:
@@ -99,7 +98,7 @@ def _without_sections(root: RawValue) -> RawValue:
     return dataclasses.replace(root, entries=tuple(entries))
 
 
-def _check_beside_sections(file: RunFile) -> None:
+def _check_beside_sections(file: RunConfig) -> None:
     """Beside the two sections, `memory` says where bytes may go, not what happens to them."""
     memory = file.memory
     for key in ("budget", "recompute", "swap", "keep") if memory is not None else ():
@@ -111,7 +110,7 @@ def _check_beside_sections(file: RunFile) -> None:
             )
 
 
-def _check_pipeline(file: RunFile, pipeline: PipelineConfig) -> None:
+def _check_pipeline(file: RunConfig, pipeline: PipelineConfig) -> None:
     """The schedule exists for these numbers, and nothing stands beside it that only whole models have."""
     try:
         make_schedule(pipeline.schedule, num_ranks=pipeline.stages, num_micro_batches=pipeline.micro_batches)
@@ -144,59 +143,37 @@ def _check_budget_of_stages(memory: MemoryConfig, fail: Callable[[str, str], NoR
             fail(f"memory.{key}", f"'memory.{key}' cannot stand beside a budget and 'pipeline' yet; leave it out")
 
 
-def _model(
-    values: dict[str, Any], places: Locations, key_places: Mapping[str, str], *, precision: Precision
-) -> ModelConfig:
-    """Splits our keys from those of the model's config class, and checks ours."""
-    fields = dict(values)
-    ours = {key: fields.pop(key) for key in ("path", "model_type", "dtype", "seed", "lora") if key in fields}
-
-    def fail(key: str, message: str) -> NoReturn:
-        raise ConfigError(f"{places.of(f'model.{key}' if key else 'model')}: {message}")
-
-    for key, wanted, description in (("path", str, "a path"), ("model_type", str, "text"), ("seed", int, "an integer")):
-        if key in ours and (not isinstance(ours[key], wanted) or isinstance(ours[key], bool)):
-            fail(key, f"expected {description} for 'model.{key}', not {shown(ours[key])}")
-    if "lora" in ours and (type(ours["lora"]) is not int or ours["lora"] < 1):
-        fail("lora", f"expected the rank of LoRA for 'model.lora', a number from 1, not {shown(ours['lora'])}")
-    if "dtype" in ours and ours["dtype"] not in get_args(DType):
-        hint = did_you_mean(str(ours["dtype"]), get_args(DType))
-        fail("dtype", f"expected float32 or bfloat16 for 'model.dtype', not {shown(ours['dtype'])}{hint}")
-    if "path" in ours and "model_type" in ours:
-        fail("", "'model' needs either 'path' or 'model_type', not both; remove one of them")
-    if not ours.keys() & {"path", "model_type"}:
-        for key in fields:
+def _check_model(file: RunConfig) -> None:
+    """The section says which model, and beside a folder nothing that stands in the folder."""
+    model, key_places = file.model, file.model.locations.keys
+    if model.path is not None and model.model_type is not None:
+        file.fail("model", "'model' needs either 'path' or 'model_type', not both; remove one of them")
+    if model.path is None and model.model_type is None:
+        for key in model.fields:
             if hint := did_you_mean(key, ("path", "model_type")):
                 raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
-        fail("", "'model' needs either 'path' or 'model_type'; write e.g. model_type: llama")
-    if "path" in ours and fields:
-        key = next(iter(fields))
-        hint = (
-            did_you_mean(key, ("path", "dtype", "seed", "lora"))
-            or "; a model from a folder takes only path, dtype, seed and lora"
-        )
+        file.fail("model", "'model' needs either 'path' or 'model_type'; write e.g. model_type: llama")
+    for key in model.fields if model.path is not None else ():
+        ours = ("path", "dtype", "seed", "lora")
+        hint = did_you_mean(key, ours) or "; a model from a folder takes only path, dtype, seed and lora"
         raise ConfigError(f"{key_places[key]}: unknown key 'model.{key}'{hint}")
-    for key, value in fields.items():
+    for key, value in model.fields.items():
         if _REPEATS.fullmatch(key) and isinstance(value, int) and not 0 <= value <= _MOST_REPEATS:
             bound = "at least 0" if value < 0 else f"at most {_MOST_REPEATS}"
-            fail(key, f"'model.{key}' must be {bound}, not {value}")
-    if "path" in ours and not os.path.isdir(os.path.expanduser(ours["path"])):  # noqa: PTH111, PTH112 -- do not raise
-        fail(
-            "path",
-            f"'model.path': {ours['path']} is not a folder on this machine; check the path (nothing is downloaded)",
-        )
-    needed = _WEIGHTS[precision]
-    if ours.setdefault("dtype", needed) != needed:
-        fail(
-            "dtype",
-            f"'model.dtype' is {ours['dtype']}, but 'train.precision' {precision} has {needed} weights; "
+            file.fail(f"model.{key}", f"'model.{key}' must be {bound}, not {value}")
+    if model.path is not None and not os.path.isdir(model.path):  # noqa: PTH112 -- does not raise
+        what = f"{model.path} is not a folder on this machine; check the path (nothing is downloaded)"
+        file.fail("model.path", f"'model.path': {what}")
+    needed = _WEIGHTS[file.train.precision]
+    if "model.dtype" in file.places.places and model.dtype != needed:
+        file.fail(
+            "model.dtype",
+            f"'model.dtype' is {model.dtype}, but 'train.precision' {file.train.precision} has {needed} weights; "
             "leave one of them out",
         )
-    path = Path(os.path.expanduser(ours.pop("path"))) if "path" in ours else None  # noqa: PTH111 -- does not raise
-    return ModelConfig(path=path, fields=fields, key_places=key_places, **ours)
 
 
-def _check_size(file: RunFile) -> None:
+def _check_size(file: RunConfig) -> None:
     """A micro-batch that no memory holds is refused before anything heavy is imported."""
     num_tokens = file.train.batch_size * file.data.sequence_length
     if num_tokens > _MOST_TOKENS:

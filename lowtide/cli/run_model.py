@@ -164,7 +164,7 @@ def _config_from_fields(run: RunConfig, kind: str) -> PretrainedConfig:
     for key in run.model.fields:
         if key not in known:
             hint = did_you_mean(key, known) or f"; it is not a field of {config_class.__name__}"
-            raise ConfigError(f"{run.model.key_places.get(key, 'model')}: unknown key 'model.{key}'{hint}")
+            raise ConfigError(f"{run.model.locations.keys.get(key, 'model')}: unknown key 'model.{key}'{hint}")
     # bytes have no special tokens, and the defaults may lie outside a vocabulary of 256
     absent = {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in known}
     fields = absent | {"vocab_size": NUM_BYTE_TOKENS} | dict(run.model.fields)

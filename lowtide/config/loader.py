@@ -8,7 +8,9 @@ and `no` is text where text is declared; only `true` and `false` are booleans.
 
 Two conventions a dataclass may use:
 - a field annotated `Locations` is not a key; it is filled with the place of every key below this dataclass;
-- `SHORTHAND: ClassVar[str] = "match"` lets a scalar stand for the mapping `{match: scalar}`.
+- `SHORTHAND: ClassVar[str] = "match"` lets a scalar stand for the mapping `{match: scalar}`;
+- `REST: ClassVar[str] = "fields"` has that field take all keys that are no fields, as they are;
+- a field with the metadata `NO_KEY` is not a key.
 
 Messages. In a file: `run.yaml:2:3: unknown key 'memory.budgett'; did you mean 'budget'?`. In a mapping the dotted path
 is the place: `memory.budgett: unknown key; did you mean 'budget'?`.
@@ -53,6 +55,7 @@ _INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", re.ASCII)
 
 
+NO_KEY = {"is_key": False}
 ByteSize = Annotated[int, parse_bytes]
 """An `int` field that is written as a size."""
 BudgetSize = Annotated[Budget, parse_budget]
@@ -66,6 +69,8 @@ class Locations:
     prefix: str = ""
     """Dotted path of the dataclass itself."""
     places: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Where the keys of the dataclass itself stand."""
 
     def of(self, path: str) -> str:
         """The place of `swap[0].match`, or of the nearest thing around it; the full dotted path if it was not read."""
@@ -261,10 +266,13 @@ class _SettingsBuilder:
             )
         if node.kind != "mapping":
             self._wrong(node, cls, path)
-        types_by_name, keys = _field_types(cls), _keys(cls)
-        values: dict[str, Any] = {}
+        types_by_name, keys, rest = _field_types(cls), _keys(cls), getattr(cls, "REST", None)
+        values: dict[str, Any] = {rest: {}} if rest else {}
         for entry in node.entries:
             below = join_path(path, entry.key)
+            if rest and entry.key not in keys:
+                values[rest][entry.key] = self._free_form(entry.node, below)
+                continue
             if entry.key not in keys:
                 hint = did_you_mean(entry.key, keys) or f"; known keys: {', '.join(keys)}"
                 hint = f"; leave '{path}' out, and write what is below it" if entry.key == path else hint
@@ -273,7 +281,8 @@ class _SettingsBuilder:
         self._check_required(node, cls, values, path)
         for name, want in types_by_name.items():
             if want is Locations:
-                values[name] = Locations(prefix=path, places=_places(node))
+                places = {entry.key: entry.place for entry in node.entries}
+                values[name] = Locations(prefix=path, places=_places(node), keys=places)
         try:
             return cls(**values)
         except FieldError as error:
@@ -305,12 +314,14 @@ def _parser_of(want: Any) -> Callable[[int | str], Budget] | None:
 @functools.cache
 def _field_types(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {item.name: hints[item.name] for item in dataclasses.fields(typing.cast(Any, cls)) if item.init}
+    known = (item for item in dataclasses.fields(typing.cast(Any, cls)) if item.init and item.metadata != NO_KEY)
+    return {item.name: hints[item.name] for item in known}
 
 
 def _keys(cls: Any) -> list[str]:
     """The keys that the mapping of a dataclass may have."""
-    return [name for name, want in _field_types(cls).items() if want is not Locations]
+    rest = getattr(cls, "REST", None)
+    return [name for name, want in _field_types(cls).items() if want is not Locations and name != rest]
 
 
 def _fix(node: RawValue, want: Any) -> str:

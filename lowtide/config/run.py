@@ -19,9 +19,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
-from lowtide.config.loader import Locations
+from lowtide.config.loader import NO_KEY, Locations
 from lowtide.config.memory import MemoryConfig
 from lowtide.errors import ConfigError, FieldError
 
@@ -94,6 +94,8 @@ _BOUNDS = {
 class ModelConfig:
     """Which model: a folder with weights, or a kind of model with fields for its config class and fresh weights."""
 
+    REST: ClassVar[str] = "fields"
+
     path: Path | None = None
     """A local folder for `from_pretrained`; nothing is ever downloaded."""
     model_type: str | None = None
@@ -106,8 +108,11 @@ class ModelConfig:
     """Of fresh weights; the same on every rank."""
     lora: int | None = None
     """Rank of LoRA on all linear layers; all other weights are frozen. None: all weights are trained."""
-    key_places: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Where each key of the section stands, for mistakes that are seen when the model is built."""
+    locations: Locations = field(default_factory=lambda: Locations(prefix="model"), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.lora < 1:
+            raise FieldError("lora", f"must be a rank from 1, not {self.lora}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,10 +275,10 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFile:
-    """A run file as it is written: `model` takes any key, because most of them belong to another library."""
+class RunConfig:
+    """A run file."""
 
-    model: dict[str, Any]
+    model: ModelConfig
     train: TrainConfig
     data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig | None = None
@@ -283,6 +288,10 @@ class RunFile:
     pipeline: PipelineConfig | None = None
     """None: every rank has the whole model."""
     places: Locations = field(default_factory=Locations, compare=False)
+    sections: Any = field(default=None, metadata=NO_KEY)
+    """`recompute_config` and `swap_config` (mindformers.schema.Sections), where the file has them."""
+    output_dir: Path = field(default=Path("runs"), metadata=NO_KEY)
+    """`train.output_dir`, or what it is when left out."""
 
     @property
     def is_sharded(self) -> bool:
@@ -296,17 +305,6 @@ class RunFile:
     def mistake(self, path: str, message: str) -> ConfigError:
         """The same, to be raised by the caller."""
         return ConfigError(f"{self.places.of(path)}: {message}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(RunFile):
-    """A whole run file, checked."""
-
-    model: ModelConfig  # type: ignore[assignment]
-    sections: Any = None
-    """`recompute_config` and `swap_config` (mindformers.schema.Sections), where the file has them."""
-    output_dir: Path
-    """`train.output_dir`, or what it is when left out."""
 
     @property
     def checkpoint_dir(self) -> Path:

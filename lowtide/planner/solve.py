@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -238,13 +238,13 @@ def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: 
         index: making_seconds(items, cheapest[index]) / items[index].nbytes if index in cheapest else np.inf
         for index in sites
     }
-    hidden = _Hidden(arrays, link, host_bytes)
+    is_hidden = _sender(arrays, link, host_bytes)
     # Without a recipe first, then the dearest; of equal ones the first saved, which has the most time to leave.
     for index in sorted(sites, key=lambda index: (-prices[index], items[index].saved, index)):
         item = items[index]
         if left <= 0 or Fate.SWAP not in item.fates or index in must:
             continue
-        if hidden.take(index):
+        if is_hidden(index):
             fates[index] = Fate.SWAP
             left -= item.nbytes
     for index in sorted(sites, key=lambda index: (prices[index], items[index].saved, index)):
@@ -262,26 +262,24 @@ def closed_form(arrays: StepArrays, link: Link, evict_bytes: float, host_bytes: 
     return tuple(fates)
 
 
-class _Hidden:
-    """What has been sent so far, so that everything still lands before backward starts."""
+def _sender(arrays: StepArrays, link: Link, host_bytes: int | None) -> Callable[[int], bool]:
+    """Says whether one more item can be sent so that everything still lands before backward starts; counts it if so."""
+    host_left = np.inf if host_bytes is None else host_bytes
+    seconds = arrays.seconds[: arrays.step.num_forward_ticks]
+    # Time of the lane that is left for what is saved at tick t or later.
+    room_seconds = seconds.sum() - np.cumsum(seconds)
 
-    def __init__(self, arrays: StepArrays, link: Link, host_bytes: int | None) -> None:
-        self.arrays, self.link = arrays, link
-        self.host_left = np.inf if host_bytes is None else host_bytes
-        num_forward = arrays.step.num_forward_ticks
-        seconds = arrays.seconds[:num_forward]
-        # Time of the lane that is left for what is saved at tick t or later.
-        self.room_seconds = seconds.sum() - np.cumsum(seconds)
-
-    def take(self, index: int) -> bool:
-        """Whether this one can be sent too without a wait; counts it if so."""
-        item = self.arrays.step.items[index]
-        seconds = self.link.latency_seconds + item.nbytes / self.link.out_bytes_per_second
-        if item.nbytes > self.host_left or self.room_seconds[: item.saved + 1].min() < seconds:
+    def is_hidden(index: int) -> bool:
+        nonlocal host_left
+        item = arrays.step.items[index]
+        seconds = link.latency_seconds + item.nbytes / link.out_bytes_per_second
+        if item.nbytes > host_left or room_seconds[: item.saved + 1].min() < seconds:
             return False
-        self.room_seconds[: item.saved + 1] -= seconds
-        self.host_left -= item.nbytes
+        room_seconds[: item.saved + 1] -= seconds
+        host_left -= item.nbytes
         return True
+
+    return is_hidden
 
 
 # -- what to say when nothing fits -----------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ from lowtide.profiling.state_bytes import fingerprint_bytes, grain_of, rounding_
 from lowtide.profiling.step_record import Trace
 from lowtide.profiling.step_recorder import StepRecorder
 from lowtide.profiling.untouched import (
-    Ends,
     apart,
+    cut_graphs,
     grads_set_aside,
     hooks_set_aside,
     refuse_gradient_hooks,
@@ -109,11 +109,11 @@ def observe(
             with untouched(model, (batch, loss), device, tell or warn) as before, at_rest(model) as gathered:
                 recorder.state.about_to_write = before.about_to_write
                 recorder.state.storages.weights = swapped_weights_of(model)
-                ends = Ends(before)
-                given = tree_map_only(torch.Tensor, ends.cut, batch)
+                cut, ends = cut_graphs(before)
+                given = tree_map_only(torch.Tensor, cut, batch)
                 for name, parameter in gathered.items():
                     recorder.state.storages.enroll_gathered(parameter, name)
-                how: Any = {"needs_scalar": needs_scalar, "accumulates": accumulates, "ends": ends.tensors}
+                how: Any = {"needs_scalar": needs_scalar, "accumulates": accumulates, "ends": ends}
                 return record_step(model, given, recorder, loss, **how), recorder.watch.batch
         finally:
             recorder.state.about_to_write = None  # else the recorder, a cycle, would hold the batch until a collection

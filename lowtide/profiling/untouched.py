@@ -4,11 +4,11 @@ What: `untouched` puts back what a model and its inputs reach, random states, gr
 `hooks_set_aside` and `grads_set_aside` are for the backward pass.
 `to_the_end(undo)` calls a function that may be called again until it has come to its end: Python raises
 KeyboardInterrupt between any two calls, in a `finally` too, and a half of what was to be put back would be missing.
-`Ends` cuts off graphs that were there before, and leaves them to the backward they wait for. An input may hang on a
-graph of the user's (an embedding outside of the model, its own parameters even, a hidden state of the last call). The
-observed backward pass would run that graph and free it. So each tensor that has one is exchanged, for the time of the
-step, for one of the same bytes whose gradient goes nowhere. Why a function of autograd and not a detached leaf: what
-the model writes to in place must not be a leaf, or a view.
+`cut_graphs` leaves graphs that were there before to the backward they wait for. An input may hang on a graph of the
+user's (an embedding outside of the model, its own parameters even, a hidden state of the last call). The observed
+backward pass would run that graph and free it. So each tensor that has one is exchanged, for the time of the step, for
+one of the same bytes whose gradient goes nowhere. Why a function of autograd and not a detached leaf: what the model
+writes to in place must not be a leaf, or a view.
 
 Cost: a walk over what model and inputs reach (tensors/snapshot.py); one node for each tensor that is cut off. Not
 covered: tensors in sets, and where the walk of a snapshot does not come; tensors of subclasses.
@@ -147,31 +147,28 @@ def untouched(
         )
 
 
-class Ends:
-    """The graphs that were cut off."""
+def cut_graphs(
+    before: Snapshot, like: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]:
+    """Cuts off the graphs of tensors in what `before` has found, until it is restored. `like` makes what has the bytes
+    of a tensor in the step.
 
-    def __init__(self, before: Snapshot, like: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """Exchanges tensors in what `before` has found, until it is restored. `like` makes what has the bytes of a
-        tensor in the step; absent: itself."""
-        self.tensors: list[torch.Tensor] = []
-        """Leaves to ask gradients for, so that a backward pass comes as far as these graphs."""
-        self._like = like
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        before.exchange(self.cut)
+    Returns what gives any tensor without its graph, and the leaves to ask gradients for, so that a backward pass comes
+    as far as these graphs."""
+    ends: list[torch.Tensor] = []
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor without its graph; itself where it has none."""
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is None or not is_plain(tensor):
             return tensor
-        if id(tensor) not in self._made:
-            end = torch.empty(0, requires_grad=True)
-            self.tensors.append(end)
+        if id(tensor) not in made:
+            ends.append(torch.empty(0, requires_grad=True))
             with torch.enable_grad():
-                self._made[id(tensor)] = (
-                    tensor,
-                    _Cut.apply(end, [tensor if self._like is None else self._like(tensor)]),
-                )
-        return self._made[id(tensor)][1]
+                made[id(tensor)] = (tensor, _Cut.apply(ends[-1], [like(tensor)]))
+        return made[id(tensor)][1]
+
+    before.exchange(cut)
+    return cut, ends
 
 
 class _Cut(torch.autograd.Function):

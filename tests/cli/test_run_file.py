@@ -147,7 +147,7 @@ def test_memory_section_is_read_with_its_places() -> None:
         ),
         (
             "model: {model_type: llama, seed: true}\ntrain: {steps: 1}\n",
-            "run.yaml:1:34: expected an integer for 'model.seed', not True",
+            "run.yaml:1:34: expected an integer for 'model.seed', not 'true'",
         ),
         (
             "model: {model_type: llama, dtype: bfloat16}\ntrain: {steps: 1}\n",

@@ -62,7 +62,7 @@ from lowtide.profiling.saved_tensors import fake_stash
 from lowtide.profiling.smaller import traced_codec
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.profiling.step_recorder import StepRecorder
-from lowtide.profiling.untouched import Ends, apart, untouched
+from lowtide.profiling.untouched import apart, cut_graphs, untouched
 from lowtide.recipes.graph import OpCall
 from lowtide.tensors.private import (
     FAKE_TENSOR_MODULE,
@@ -308,8 +308,8 @@ def _trace(
     recorder.watch.skipped = frozenset(name for run in runs for name in run[2:-1])
     with contextlib.ExitStack() as stack:
         before = stack.enter_context(untouched(model, (batch, loss), torch.device("cpu")))
-        ends = Ends(before, lambda tensor: fake_of(tensor.detach(), mode))
-        batch = tree_map_only(torch.Tensor, ends.cut, batch)
+        cut, ends = cut_graphs(before, lambda tensor: fake_of(tensor.detach(), mode))
+        batch = tree_map_only(torch.Tensor, cut, batch)
         stack.enter_context(quietly())
         stack.enter_context(grouped_experts(model))
         lend(model, mode)
@@ -326,7 +326,7 @@ def _trace(
                 loss,
                 needs_scalar=needs_scalar,
                 accumulates=accumulates,
-                ends=ends.tensors,
+                ends=ends,
             )
         except _LOOKS_AT_VALUES as error:
             raise _depends_on_data(recorder, error) from error
