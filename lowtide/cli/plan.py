@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,16 @@ from lowtide.core.profile import Profile
 from lowtide.core.text_table import wrapped
 from lowtide.errors import BudgetError, ConfigError
 from lowtide.planner.plan_profile import plan_profile
-from lowtide.report.budget_sweep import BY_HAND, SweptBudget, budget_sweep, checkpointed, document_of, sweep_lines
+from lowtide.report.budget_sweep import (
+    BY_HAND,
+    Sweep,
+    budget_sweep,
+    checkpointed,
+    document_of,
+    sweep_document,
+    sweep_lines,
+)
+from lowtide.report.export import Setting
 from lowtide.report.played_step import Played, play
 from lowtide.report.report import report_of_plan
 from lowtide.report.write import check_form, write_report
@@ -87,22 +96,22 @@ def run(args: argparse.Namespace) -> int:
         if args.profile is None and network_of is None:
             told["changes"] = tuple(changes_of(settings, _hardware(settings, args), profile))
         plan = plan_profile(profile, memory, **shared, **told)
-        rungs = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
+        sweep = budget_sweep(plan, profile, memory, **shared, progress=waiting.say)
         others = checkpointed(profile, **kind)
         if args.report is not None:
             waiting.say("drawing")
-            write_report(report_of_plan(plan, profile, memory, **kind, sweep=rungs), args.report)
+            write_report(report_of_plan(plan, profile, memory, **kind, sweep=sweep), args.report)
         network = None if network_of is None else network_of(plan)
     if args.out is not None:
         write_file(args.out, plan.to_json(), where="--out")
     if args.json:
-        document = _document(plan, profile, rungs, play(plan, profile, memory, **kind))
+        document = _document(plan, profile, sweep, play(plan, profile, memory, **kind))
         document |= {"by_hand": document_of(others)} | ({"budget_came_from": lines} if lines else {})
         document |= {} if network is None else {"network": plan_cluster.network_document(network)}
         print(json.dumps(document))
     else:
         told_of_network = [] if network is None else ["", *plan_cluster.network_lines(network)]
-        lines += _lines(plan, profile, sweep_lines(rungs, width_of_stdout(), others=others), told_of_network)
+        lines += _lines(plan, profile, sweep, others, told_of_network)
         print("\n".join(wrapped(lines, width_of_stdout())))
     return 0
 
@@ -375,7 +384,9 @@ def _stdout_kept_clean() -> Iterator[None]:
 # -- what is printed -----------------------------------------------------------------------------------------------
 
 
-def _lines(plan: Plan, profile: Profile, sweep: Sequence[str], network: Sequence[str]) -> list[str]:
+def _lines(
+    plan: Plan, profile: Profile, sweep: Sweep, others: Mapping[str, Setting], network: Sequence[str]
+) -> list[str]:
     width = width_of_stdout()
     lines = [f"{profile.model}, one step of {profile.batch}", *plan_table(plan, width).splitlines(), *network]
     if profile.hidden:
@@ -385,17 +396,17 @@ def _lines(plan: Plan, profile: Profile, sweep: Sequence[str], network: Sequence
             f"{format_bytes(hidden_bytes)} more stay from forward to backward in custom functions, out of reach:",
         ]
         lines += [f"  {entry.name}: {format_bytes(entry.nbytes)}" for entry in profile.hidden]
-    return [*lines, "", "what other budgets would give", *sweep]
+    return [*lines, "", "what other budgets would give", *sweep_lines(sweep, plan.budget_bytes, width, others=others)]
 
 
-def _document(plan: Plan, profile: Profile, rungs: tuple[SweptBudget, ...], played: Played) -> dict[str, Any]:
+def _document(plan: Plan, profile: Profile, sweep: Sweep, played: Played) -> dict[str, Any]:
     return {
         "model": profile.model,
         "batch": profile.batch,
         "device": profile.device,
         "is_fake": profile.is_fake,
         "plan": json.loads(plan.to_json()),
-        "budgets": [swept.document() for swept in rungs],
+        "budgets": sweep_document(sweep, plan.budget_bytes),
         "hidden": [dataclasses.asdict(entry) for entry in profile.hidden],
         "curve": played.thinned(_MAX_CURVE_POINTS),
     }

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lowtide.config.memory import MemoryConfig
@@ -45,19 +44,8 @@ def checkpointed(profile: Profile, *, link: Link, has_gradients: bool = False) -
     return {name: setting for name, setting in rows.items() if setting.layers}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweptBudget:
-    """One budget, and the prediction of the best plan for it."""
-
-    budget_bytes: int
-    predicted: Prediction
-    is_requested: bool = False
-    """Whether it is the budget of the plan itself."""
-
-    def document(self) -> dict[str, Any]:
-        """As plain data."""
-        own = {"budget_bytes": self.budget_bytes, "is_requested": self.is_requested}
-        return own | dataclasses.asdict(self.predicted)
+Sweep = Mapping[int, Prediction]
+"""Budgets in bytes, from the most memory to the least, and the predictions of the best plans for them."""
 
 
 def budget_sweep(
@@ -70,11 +58,11 @@ def budget_sweep(
     num_micro_batches: int = 1,
     time_limit_seconds: float = 1.0,
     progress: Callable[[str], None] | None = None,
-) -> tuple[SweptBudget, ...]:
-    """The budgets with their predictions, from the most memory to the least, `plan`'s own among them."""
+) -> Sweep:
+    """`plan`'s own budget is among them."""
     asked, budget_bytes = plan.predicted, plan.budget_bytes
     assert asked is not None and budget_bytes is not None
-    rungs = [SweptBudget(budget_bytes=budget_bytes, predicted=asked, is_requested=True)]
+    found = {budget_bytes: asked}
     assert asked.floor_bytes is not None, "a plan for one device"
     range_bytes = asked.plain_peak_bytes - asked.floor_bytes
     budgets = dict.fromkeys(asked.floor_bytes + int(range_bytes * share) for share in _WAY_UP)
@@ -94,9 +82,16 @@ def budget_sweep(
         except BudgetError:
             continue  # the solver needs more time to reach the floor than it has here
         assert other is not None
-        if budget != budget_bytes:
-            rungs.append(SweptBudget(budget_bytes=budget, predicted=other))
-    return tuple(sorted(rungs, key=lambda swept: -swept.budget_bytes))
+        found.setdefault(budget, other)
+    return dict(sorted(found.items(), reverse=True))
+
+
+def sweep_document(sweep: Sweep, own_bytes: int | None) -> list[dict[str, Any]]:
+    """As plain data. `own_bytes`: the plan's budget."""
+    return [
+        {"budget_bytes": budget, "is_requested": budget == own_bytes, **dataclasses.asdict(predicted)}
+        for budget, predicted in sweep.items()
+    ]
 
 
 def document_of(others: Mapping[str, Setting]) -> dict[str, Any]:
@@ -105,19 +100,19 @@ def document_of(others: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def sweep_lines(
-    rungs: tuple[SweptBudget, ...], width: int | None = None, *, others: Mapping[str, Setting] | None = None
+    sweep: Sweep, own_bytes: int | None, width: int | None = None, *, others: Mapping[str, Setting] | None = None
 ) -> list[str]:
     """Lines of text: a head, one line for each budget, and one for each way without a plan in `others`. 'codecs' is
-    what storing smaller costs, 'optimizer' what its state costs on its way, each where there is any."""
+    what storing smaller costs, 'optimizer' what its state costs on its way, each where there is any. `own_bytes`: the
+    plan's budget."""
     cells: list[tuple[str, ...]] = [
         ("budget", "of plain", "peak", "step", "over plain", "stalls", "recompute", "codecs", "optimizer", "gap", "")
     ]
-    for swept in rungs:
-        found = swept.predicted
+    for budget, found in sweep.items():
         cells.append(
             (
-                format_bytes(swept.budget_bytes),
-                percent(swept.budget_bytes / found.plain_peak_bytes),
+                format_bytes(budget),
+                percent(budget / found.plain_peak_bytes),
                 format_bytes(found.peak_bytes),
                 format_seconds(found.step_seconds),
                 percent(found.step_seconds / found.plain_seconds - 1 if found.plain_seconds else 0.0),
@@ -126,19 +121,19 @@ def sweep_lines(
                 format_seconds(found.codec_seconds),
                 format_seconds(found.optimizer_seconds),
                 percent(found.gap),
-                "<- this plan" if swept.is_requested else "",
+                "<- this plan" if budget == own_bytes else "",
             )
         )
+    plain = next(iter(sweep.values()))
     for name, setting in (others or {}).items():
-        plain = rungs[0].predicted
         share = percent(setting.peak_bytes / plain.plain_peak_bytes)
         over = percent(setting.step_seconds / plain.plain_seconds - 1 if plain.plain_seconds else 0.0)
         peak, step = format_bytes(setting.peak_bytes), format_seconds(setting.step_seconds)
         cells.append(("-", share, peak, step, over, *("-",) * 5, f"{name}, without lowtide"))
     absent = set()
-    if not any(swept.predicted.codec_seconds for swept in rungs):
+    if not any(found.codec_seconds for found in sweep.values()):
         absent.add("codecs")
-    if not any(swept.predicted.optimizer_seconds for swept in rungs):
+    if not any(found.optimizer_seconds for found in sweep.values()):
         absent.add("optimizer")
     columns = [place for place, name in enumerate(cells[0]) if name not in absent]
     cells = [tuple(row[place] for place in columns) for row in cells]

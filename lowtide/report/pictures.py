@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowtide.report.budget_sweep import SweptBudget
+from lowtide.report.budget_sweep import Sweep
 from lowtide.report.export import Setting
 from lowtide.report.played_step import OWNERS, Played, thinned_starts
 from lowtide.report.report import Measured
@@ -116,22 +116,22 @@ def draw_lanes(figure: Figure, played: Played) -> None:
         panel.text(1.01, 0.94, "recomputed", transform=panel.transAxes, va="top", color=_RECOMPUTED, fontsize=8)
 
 
-def draw_sweep(figure: Figure, rungs: Sequence[SweptBudget], others: Mapping[str, Setting]) -> None:
+def draw_sweep(figure: Figure, sweep: Sweep, own_bytes: int | None, others: Mapping[str, Setting]) -> None:
     """Time of a step against the budget; the plan's own is marked. `others`: without a plan, against their peaks."""
     figure.set_size_inches(9.2, 3.2)
     panel = figure.subplots()
-    scale, unit = _byte_unit(max(swept.budget_bytes for swept in rungs))
-    times, time_word = _time_unit(max(swept.predicted.step_seconds for swept in rungs))
-    points = [(swept.budget_bytes / scale, swept.predicted.step_seconds * times) for swept in rungs]
+    scale, unit = _byte_unit(max(sweep))
+    times, time_word = _time_unit(max(predicted.step_seconds for predicted in sweep.values()))
+    points = [(budget / scale, predicted.step_seconds * times) for budget, predicted in sweep.items()]
     panel.plot([x for x, _ in points], [y for _, y in points], "o-", color=_KEPT, markersize=4)
-    for here in (point for swept, point in zip(rungs, points, strict=True) if swept.is_requested):
+    for here in (point for budget, point in zip(sweep, points, strict=True) if budget == own_bytes):
         panel.plot(*([each] for each in here), "o", color=_BUDGET, markersize=9)
         _note(panel, "you are here", here, (0, -18), ha="center")
     for name, setting in others.items():
         here = (setting.peak_bytes / scale, setting.step_seconds * times)
         panel.plot(*([each] for each in here), "x", color=_PLAIN, markersize=7)
         _note(panel, name, here, (4, 7), color=_PLAIN)
-    plain = rungs[0].predicted.plain_seconds * times
+    plain = next(iter(sweep.values())).plain_seconds * times
     panel.axhline(plain, **_DOTTED)
     _note(panel, "everything kept", (points[-1][0], plain), (0, -10), color=_PLAIN)
     panel.margins(y=0.2)

@@ -16,7 +16,7 @@ from lowtide.config.memory import MemoryConfig
 from lowtide.core.plan import Plan, why_unswapped
 from lowtide.core.profile import Profile
 from lowtide.planner.by_rules import NO_COSTS, HostCosts
-from lowtide.report.budget_sweep import SweptBudget, checkpointed, document_of
+from lowtide.report.budget_sweep import Sweep, checkpointed, document_of, sweep_document
 from lowtide.report.export import Setting
 from lowtide.report.played_step import OWNERS, Played, play
 from lowtide.timeline.step import Link
@@ -56,7 +56,7 @@ class Report:
     tiles: tuple[Tile, ...] = ()
     plan: Plan | None = None
     played: Played | None = None
-    sweep: tuple[SweptBudget, ...] = ()
+    sweep: Sweep = field(default_factory=dict)
     others: Mapping[str, Setting] = field(default_factory=dict)
     """The same step without a plan, with layers checkpointed by hand."""
     more_tables: tuple[Table, ...] = ()
@@ -91,7 +91,7 @@ def report_of_plan(
     *,
     link: Link,
     has_gradients: bool = False,
-    sweep: Sequence[SweptBudget] = (),
+    sweep: Sweep | None = None,
     measured: Measured = NOTHING,
     title: str | None = None,
     tables: Sequence[Table] = (),
@@ -109,7 +109,7 @@ def report_of_plan(
         tiles=tuple(tiles_of(plan, measured)),
         plan=plan,
         played=play(plan, profile, config, link=link, has_gradients=has_gradients, costs=costs),
-        sweep=tuple(sweep),
+        sweep=sweep or {},
         others=checkpointed(profile, link=link, has_gradients=has_gradients),
         more_tables=tuple(tables),
         measured=measured,
@@ -126,7 +126,7 @@ def document(report: Report) -> dict[str, Any]:
         "remarks": report.remarks,
         "plan": None if report.plan is None else json.loads(report.plan.to_json()),
         "step": None if played is None else _step_document(played),
-        "budgets": [swept.document() for swept in report.sweep],
+        "budgets": sweep_document(report.sweep, None if report.plan is None else report.plan.budget_bytes),
         "by_hand": document_of(report.others),
         "tables": [dict(zip(("title", "caption", "rows"), table, strict=True)) for table in report.tables],
     }

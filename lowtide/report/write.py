@@ -149,8 +149,8 @@ def page(report: Report) -> str:
         parts += _section("Memory over one step", caption, svg(draw_memory, report.played, report.measured))
         caption = "Predicted. Copies out and in have a lane each; where compute has to wait for one, it says so."
         parts += _section("What runs when", caption, svg(draw_lanes, report.played))
-    if len(report.sweep) > 1:
-        picture = svg(draw_sweep, report.sweep, report.others)
+    if len(report.sweep) > 1 and report.plan is not None:
+        picture = svg(draw_sweep, report.sweep, report.plan.budget_bytes, report.others)
         parts += _section("What other budgets would cost", _sweep_caption(report), picture)
     for title, caption, rows in report.tables:
         parts += [f"<h2>{escape(title)}</h2>", f'<p class="soft">{escape(caption)}</p>', _table(rows)]
@@ -163,13 +163,13 @@ def page(report: Report) -> str:
 
 def _sweep_caption(report: Report) -> str:
     """Says where a short search ended far from the bound: there the picture is worse than the truth may be."""
-    far = [swept for swept in report.sweep if swept.predicted.gap > _FAR_GAP]
+    far = {budget: predicted.gap for budget, predicted in report.sweep.items() if predicted.gap > _FAR_GAP}
     caption = "Predicted: the best plan that a short search found for each budget."
     if report.others:
         caption += " Crosses: no plan, layers checkpointed by hand; their peaks in place of a budget."
     if not far:
         return caption
-    where = ", ".join(f"{format_bytes(swept.budget_bytes)} ({percent(swept.predicted.gap)})" for swept in far)
+    where = ", ".join(f"{format_bytes(budget)} ({percent(gap)})" for budget, gap in far.items())
     return f"{caption} A faster one may exist at {where}: plan for that budget itself, which searches longer."
 
 

@@ -77,15 +77,16 @@ def test_a_solved_plan_without_prediction_can_be_printed(tight: Plan) -> None:
 
 
 def test_the_ladder_goes_from_everything_kept_to_the_floor(tight: Plan) -> None:
-    rungs = budget_sweep(tight, PROFILE, TIGHT, link=LINK)
+    sweep = budget_sweep(tight, PROFILE, TIGHT, link=LINK)
     predicted = tight.predicted
     assert predicted is not None
-    assert [swept.budget_bytes for swept in rungs] == sorted((r.budget_bytes for r in rungs), reverse=True)
-    assert rungs[0].budget_bytes == predicted.plain_peak_bytes
-    assert rungs[-1].budget_bytes == predicted.floor_bytes
-    assert [swept.predicted for swept in rungs if swept.is_requested] == [predicted]
-    assert all(swept.predicted.peak_bytes <= swept.budget_bytes for swept in rungs)
-    lines = sweep_lines(rungs)
+    budgets = list(sweep)
+    assert budgets == sorted(budgets, reverse=True)
+    assert (budgets[0], budgets[-1]) == (predicted.plain_peak_bytes, predicted.floor_bytes)
+    assert tight.budget_bytes is not None
+    assert sweep[tight.budget_bytes] == predicted
+    assert all(found.peak_bytes <= budget for budget, found in sweep.items())
+    lines = sweep_lines(sweep, tight.budget_bytes)
     assert lines[0].split() == ["budget", "of", "plain", "peak", "step", "over", "plain", "stalls", "recompute", "gap"]
     assert [line.endswith("<- this plan") for line in lines].count(True) == 1
 

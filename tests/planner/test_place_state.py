@@ -235,7 +235,7 @@ def test_or_those_of_what_is_stepped_at_once() -> None:
 def test_the_ladder_has_a_column_for_it() -> None:
     memory = load_memory({"budget": 420 * MIB, "optimizer": "auto"})
     plan = plan_profile(PROFILE, memory, link=LINK)
-    lines = sweep_lines(budget_sweep(plan, PROFILE, memory, link=LINK))
+    lines = sweep_lines(budget_sweep(plan, PROFILE, memory, link=LINK), plan.budget_bytes)
     assert lines[0].split() == [
         "budget",
         "of",

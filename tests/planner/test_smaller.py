@@ -18,7 +18,7 @@ from lowtide.planner.by_rules import HostCosts, problem_of
 from lowtide.planner.local_search import Evaluator, improve
 from lowtide.planner.plan_profile import plan_profile
 from lowtide.planner.smaller import form_of, send_ops
-from lowtide.report.budget_sweep import SweptBudget, sweep_lines
+from lowtide.report.budget_sweep import sweep_lines
 from lowtide.report.played_step import play
 from lowtide.timeline.memory import StepArrays, curve, plain_curve
 from lowtide.timeline.step import Link
@@ -260,11 +260,10 @@ def test_a_site_that_something_else_holds_until_backward_has_no_codec() -> None:
 def test_the_ladder_and_a_comparison_show_codecs() -> None:
     plan, plain = planned(coded(), 20), planned(coded(), 0)
     assert plan.predicted is not None and plain.predicted is not None
-    rungs = [SweptBudget(budget_bytes=MIB, predicted=found) for found in (plan.predicted, plain.predicted)]
-    head, first, second = sweep_lines(tuple(rungs))
+    head, first, second = sweep_lines({2 * MIB: plan.predicted, MIB: plain.predicted}, None)
     assert head.split()[-2:] == ["codecs", "gap"]
     assert (" 20 µs " in first, " 20 µs " in second) == (True, False)
-    assert "codecs" not in sweep_lines(tuple(rungs[1:]))[0]
+    assert "codecs" not in sweep_lines({MIB: plain.predicted}, None)[0]
     (change,) = {(change["before"], change["after"]) for change in plan_diff(plain, plan)["changes"]}
     assert change == ("keep", "keep as bits")
 

@@ -148,10 +148,10 @@ def test_the_caption_of_other_budgets_says_where_the_search_ended_early() -> Non
     assert document(report)["by_hand"].keys() == report.others.keys()
     assert _sweep_caption(report).startswith(f"{near} Crosses: no plan, layers checkpointed by hand;")
     report = replace(report, others={})
-    sure = [replace(swept, predicted=replace(swept.predicted, gap=0.01)) for swept in report.sweep]
-    assert _sweep_caption(replace(report, sweep=tuple(sure))) == near
-    last = replace(sure[-1], budget_bytes=1 << 30, predicted=replace(sure[-1].predicted, gap=0.645))
-    assert _sweep_caption(replace(report, sweep=(*sure[:-1], last))) == (
+    sure = {budget: replace(predicted, gap=0.01) for budget, predicted in report.sweep.items()}
+    assert _sweep_caption(replace(report, sweep=sure)) == near
+    last = {1 << 30: replace(next(iter(sure.values())), gap=0.645)}
+    assert _sweep_caption(replace(report, sweep=sure | last)) == (
         f"{near} A faster one may exist at 1.0 GiB (64.5 %): plan for that budget itself, which searches longer."
     )
 
