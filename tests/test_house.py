@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_631,
+    "lines": 56_612,
     "files": 239,
-    "classes": 438,
+    "classes": 433,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 9,
     "class names that several classes have": 8,
