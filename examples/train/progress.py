@@ -16,16 +16,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lowtide.config.source import shown
 from lowtide.errors import ConfigError
-from lowtide.planner.by_rules import HOST_COSTS
-from lowtide.report.played_step import play
-from lowtide.report.run_folder import PLAN, STEP
-from lowtide.runtime.autopilot.autopilot import Autopilot
-from lowtide.runtime.session.tides import Tides
+from lowtide.report.run_folder import PLAN, STEP, report_of_handle
 from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.runtime.session.tide import Tide
+    from lowtide.runtime.session.tides import Tides
 
 _MOST_WRITES = 64
 """Batches that change their shape all the time change plans as often; those after that are not worth a file."""
@@ -163,18 +163,15 @@ class PlanFiles:
             with contextlib.suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
 
-    def follow(self, handle: Any) -> None:
+    def follow(self, handle: Tide | Tides | None) -> None:
         """After each step: write the plan in force, if it is another one than before."""
-        if not (isinstance(handle, Tides) and isinstance(handle.source, Autopilot)) or not self._num_left:
+        plan = None if handle is None else handle.plan
+        if plan is None or plan.predicted is None or plan.digest() == self._digest or not self._num_left:
             return
-        plan, planner = handle.plan, handle.source.planner
-        if plan is None or plan.predicted is None or plan.digest() == self._digest:
-            return
-        assert handle.profile is not None and planner.facts.link is not None
-        known: Any = {"link": planner.facts.link, "has_gradients": handle.source.has_gradients, "costs": HOST_COSTS}
-        played = play(plan, handle.profile, planner.config, **known)
         self._digest = plan.digest()
         self._num_left -= 1
+        played = report_of_handle(handle).played
+        assert played is not None
         try:
             for name, text in ((PLAN, plan.to_json()), (STEP, played.to_json())):
                 partial = self._folder / f".{name}.partial"
