@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import NoReturn, Self
@@ -121,6 +121,12 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor)
         return tensor.tolist()
+
+    def norm(self, parts: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
+        """The norm of what all ranks have together, the same on each. `parts`: tensors of this rank, and how many ranks
+        hold the same one."""
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() / number for part, number in parts]
+        return torch.tensor(self.sum([float(torch.stack(squares).sum()) if squares else 0.0])[0]).sqrt()
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -14,9 +14,10 @@ experts. Not yet measured on a GPU.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -84,19 +85,14 @@ class RankShards:
         _same_values(common, group=self.tensor, what=f"{what}leave it out")
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> torch.Tensor:
-    """The norm of all gradients of the model, the same on all ranks: DTensor's own reduces over one dimension of a mesh
-    after the other, in another order on each. Each shard counts once: its square is divided by the number of ranks that
-    hold the same one. Collective."""
-    total = torch.zeros((), dtype=torch.float64)
+def own_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Iterator[tuple[torch.Tensor, float]]:
+    """This rank's shard of each gradient, and how many ranks hold the same one, for `Ranks.norm`: DTensor's own norm
+    reduces over one dimension of a mesh after the other, in another order on each rank."""
     for parameter in parameters:
         grad: Any = parameter.grad
-        num_shards = 1
-        for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
-            num_shards *= 1 if placement.is_replicate() else size
-        local = grad.to_local()
-        total = total.to(local.device) + local.double().square().sum() * (num_shards / ranks.num_ranks)
-    return torch.tensor(ranks.sum([float(total)])[0]).sqrt()
+        sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+        num_shards = math.prod(1 if placement.is_replicate() else size for size, placement in sizes)
+        yield grad.to_local(), ranks.num_ranks / num_shards
 
 
 def check_shards(run: RunConfig, ranks: Ranks) -> None:

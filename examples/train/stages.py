@@ -215,15 +215,13 @@ class RankStages:
             return self._pipeline.gradient_norm()
         own = set() if self.experts is None else set(self.experts.split.own_parameters())
         elsewhere = self._pipeline.tied.counted_elsewhere()
+        in_parts = frozenset() if self._parts is None else self._parts.cut
         num_pipelines = self._ranks.num_ranks // self._schedule.num_ranks
-        total = 0.0
-        for parameter in self._parameters():
-            if parameter.grad is None or parameter in elsewhere:
-                continue
-            is_cut = self._parts is not None and parameter in self._parts.cut
-            num_holders = 1 if parameter in own else self.num_texts if is_cut else num_pipelines
-            total += float(torch.nn.utils.get_total_norm([parameter.grad])) ** 2 / num_holders
-        return torch.tensor(self._ranks.sum([total])[0], device=self._device).sqrt()
+        return self._ranks.norm(
+            (parameter.grad, 1 if parameter in own else self.num_texts if parameter in in_parts else num_pipelines)
+            for parameter in self._parameters()
+            if parameter.grad is not None and parameter not in elsewhere
+        )
 
     def plan_record(self, pass_seconds: float) -> PlanRecord | None:
         """Of this rank's plans; None without a budget. `pass_seconds`: what all micro-batches took, waits and all."""

@@ -34,7 +34,7 @@ from examples.train.data import Sampler, open_text
 from examples.train.experts import check_ranks, split_for
 from examples.train.progress import PlanRecord, StepRecord, resident_bytes
 from examples.train.ranks import Ranks, StopRequest, TrainingError
-from examples.train.shards import check_shards, gradient_norm, shard_for, whole_of
+from examples.train.shards import check_shards, own_gradients, shard_for, whole_of
 from examples.train.stages import RankStages, check_stages
 from examples.train.tensor import ranks_of_a_stage
 from lowtide.cli.run_model import build_model
@@ -310,7 +310,7 @@ class Trainer:
         elif self.experts is not None:
             norm = self.experts.split.gradient_norm()
         elif self.shards is not None:
-            norm = gradient_norm(parameters, self.ranks)
+            norm = self.ranks.norm(own_gradients(parameters, self.ranks))
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.run.train.clip_grad_norm is not None:
