@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from lowtide.config.loader import ByteSize, Locations, load_mapping, load_tree
+from lowtide.config.loader import NO_KEY, ByteSize, Locations, load_mapping, load_tree
 from lowtide.config.source import read_yaml
 from lowtide.errors import ConfigError, FieldError
 
@@ -46,6 +46,18 @@ class Run:
     model: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Takes any key."""
+
+    REST: ClassVar[str] = "others"
+
+    steps: int = 1
+    others: dict[str, Any] = field(default_factory=dict)
+    made: int = field(default=0, metadata=NO_KEY)
+    locations: Locations = field(default_factory=Locations, compare=False)
+
+
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
@@ -73,6 +85,22 @@ memory:
   path: /tmp/x
 model: {hidden: 64, eps: 1e-5, tied: true, act: silu, off: no, at: 12:30, quoted: "1", none: ~, dims: [1, 2.5]}
 """
+
+
+def test_the_rest_of_the_keys_is_one_field(read: Any) -> None:
+    """Also keys with the names of fields that are no keys."""
+    found = read("steps: 3\nothers: 1\nmade: [2]\nlocations: {a: no}\n", Open)
+    assert found == Open(steps=3, others={"others": 1, "made": [2], "locations": {"a": "no"}})
+    assert found.locations.keys == {
+        "steps": "run.yaml:1:1",
+        "others": "run.yaml:2:1",
+        "made": "run.yaml:3:1",
+        "locations": "run.yaml:4:1",
+    }
+    assert found.locations.of("made") == "run.yaml:3:7"
+    with pytest.raises(ConfigError) as error:
+        read("3", Open)
+    assert str(error.value) == "run.yaml:1:1: expected a mapping, not '3'; write 'key: value', with these keys: steps"
 
 
 def test_a_good_file(read: Any) -> None:
