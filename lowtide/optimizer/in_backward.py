@@ -56,6 +56,11 @@ from lowtide.tensors.view import sample_of, values_of
 from lowtide.tensors.wrappers import inside
 
 NUM_MARKS = 32
+OTHER_WAYS = (
+    "another way of updating (overlap='backward' of swap_optimizer, update='step' of swap_weights, or optimizer: auto "
+    "without weights: auto in a plan)"
+)
+"""For those who were refused: this way is asked for by three names."""
 
 
 class BackwardPrefetch:
@@ -218,8 +223,8 @@ class InBackward:
             return  # frozen since the forward: torch calls the hook, and gives it no gradient
         if parameter in self._step.stepped:
             raise RuntimeError(
-                "lowtide: a second backward pass before optimizer.step(): with overlap='in_backward' the first one has "
-                "updated this parameter already; use 'backward' to accumulate gradients"
+                "lowtide: a second backward pass before optimizer.step(): parameters are updated in backward, and the "
+                f"first one has updated this parameter already; to accumulate gradients use {OTHER_WAYS}"
             )
         self._see_habit(parameter)
         if parameter in self._arrived:
@@ -242,8 +247,9 @@ class InBackward:
         alone = next((g for p, g in kept.items() if p is not parameter), None)
         if alone is not None and self._freed and bool(values_of(alone).any()):
             raise RuntimeError(
-                "lowtide: gradients of the last step are still there, to be added to or used again, and with "
-                "overlap='in_backward' most of them were freed: call zero_grad() after each step, or use 'backward'"
+                "lowtide: gradients of the last step are still there, to be added to or used again, but parameters are "
+                "updated in backward, and most gradients were freed: call zero_grad() after each step, or use "
+                f"{OTHER_WAYS}"
             )
 
     def _note(self, parameter: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ import torch
 from lowtide.engines.base import EngineChoice
 from lowtide.errors import ConfigError
 from lowtide.optimizer.buckets import bytes_of
-from lowtide.optimizer.in_backward import BackwardPrefetch, InBackward
+from lowtide.optimizer.in_backward import OTHER_WAYS, BackwardPrefetch, InBackward
 from lowtide.optimizer.parts import StepRun
 from lowtide.optimizer.requests import check_optimizer, checked, engine_for, first_ones, tiers_from
 from lowtide.optimizer.state import ShownState
@@ -299,8 +299,8 @@ class OptimizerSwap:
             return run
         self._stepper.tear(run, RuntimeError(reason))
         raise RuntimeError(
-            f"lowtide: step: {reason}, and overlap='in_backward' has updated parameters before that: load a "
-            "checkpoint, and use overlap='backward'"
+            f"lowtide: step: {reason}, and parameters were updated in backward, before that: load a checkpoint, and "
+            f"use {OTHER_WAYS}"
         )
 
     def _begin(self) -> StepRun:

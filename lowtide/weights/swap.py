@@ -45,7 +45,7 @@ from lowtide.profiling.layers import MIN_BYTES, can_move, find_layers, times_use
 from lowtide.profiling.observe_step import NO_HOOKS
 from lowtide.runtime.saved.handle import Kept, Shared, open_handle
 from lowtide.runtime.session.forward_patch import patched_module
-from lowtide.tensors.compiled import ForwardPatch, compiled_parts
+from lowtide.tensors.compiled import ForwardPatch, compiled_parts, refuse_compiled
 from lowtide.tensors.fsdp import fsdp_modules
 from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, swapped_weights_of
 from lowtide.tensors.optimizers import bare, parameters_of
@@ -240,6 +240,7 @@ def _check(model: Any, optimizer: Any, update: str) -> None:
     compiled = next(iter(compiled_parts(model)), None)
     if compiled is not None:
         raise ConfigError(f"{_CALL}: '{compiled}' is compiled, and compiled code holds its weights; do not compile it")
+    refuse_compiled(model, _CALL)
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if optimizer is None and trained:
         raise ConfigError(f"{_CALL}: optimizer= is missing, and {type(model).__name__} has weights that are trained")

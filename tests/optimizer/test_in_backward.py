@@ -101,7 +101,7 @@ def test_a_second_backward_pass_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"^lowtide: load_state_dict: the step that backward began is not done; "):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
     with pytest.raises(
-        RuntimeError, match=r"^lowtide: a second backward pass before optimizer.step\(\): with overlap="
+        RuntimeError, match=r"^lowtide: a second backward pass before optimizer.step\(\): parameters are"
     ):
         model(torch.ones(3, 24)).sum().backward()
     del handle
@@ -432,8 +432,9 @@ def test_what_comes_too_late_for_some_parameters_is_refused_and_a_checkpoint_men
     with pytest.raises(RuntimeError) as caught:
         step(2, change)
     assert str(caught.value) == (
-        f"lowtide: step: {reason}, and overlap='in_backward' has updated parameters before that: load a checkpoint, "
-        "and use overlap='backward'"
+        f"lowtide: step: {reason}, and parameters were updated in backward, before that: load a checkpoint, and use "
+        "another way of updating (overlap='backward' of swap_optimizer, update='step' of swap_weights, or optimizer: "
+        "auto without weights: auto in a plan)"
     )
     with pytest.raises(RuntimeError, match=r"^lowtide: step: the last step stopped half-way \(.*; load a checkpoint$"):
         optimizer.step()

@@ -634,6 +634,10 @@ REFUSALS: list[tuple[str, Callable[[nn.Module, Any], object]]] = [
     ("takes a torch.nn.Module, not int", lambda _, o: lowtide.swap_weights(3, o)),  # type: ignore[arg-type]
     ("has no weights of 1.0 GiB and more", lambda model, o: lowtide.swap_weights(model, o, min_bytes="1GiB")),
     ("is compiled", lambda model, o: (model.layers[0].compile(), lowtide.swap_weights(model, o, min_bytes=1))),
+    (
+        "its module '1' is compiled \\(torch.jit\\)",
+        lambda model, o: lowtide.swap_weights(nn.Sequential(model, torch.jit.script(nn.Linear(4, 4))), o, min_bytes=1),
+    ),
     ("swapped already", lambda model, o: [lowtide.swap_weights(model, o, min_bytes=1) for _ in range(2)]),
     (
         "the weights of this model are swapped already",
