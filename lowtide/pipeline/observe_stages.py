@@ -272,11 +272,16 @@ def _largest(pipeline: Pipeline, inputs: Sequence[Any] | None) -> tuple[int, boo
     """The number of the micro-batch with the most in it, and whether all have the same shapes."""
     own = None
     if inputs is not None:
-        shapes = [tuple(each.shape for each in tensors_in(entry)) for entry in inputs]
-        sizes = [sum(map(math.prod, each)) for each in shapes]
-        own = sizes.index(max(sizes)), len(set(shapes)) == 1
+        shapes = {tuple(each.shape for each in tensors_in(entry)) for entry in inputs}
+        sizes = list(map(size_of, inputs))
+        own = sizes.index(max(sizes)), len(shapes) == 1
     found: tuple[int, bool] = next(each for each in gather(own, pipeline.group) if each is not None)
     return found
+
+
+def size_of(entry: Any) -> int:
+    """Elements of a micro-batch."""
+    return sum(each.numel() for each in tensors_in(entry))
 
 
 def _bytes_of(tree: Any, *, with_gradient: bool = False) -> int:
