@@ -50,7 +50,7 @@ from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.fsdp import whole_bytes
+from lowtide.tensors.fsdp import WholeBytes
 from lowtide.tensors.kinds import device_of, tensors_in
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.modes import remembered_cast_bytes
@@ -104,7 +104,7 @@ def fit_stages(
         between = _shared_bytes(pipeline, own) + pipeline.tied.num_bytes
         if together is not None or pipeline.replicas:
             between = max(between, averaging_bytes(list(own.parameters())))
-        state = _state_of(pipeline, own, (inputs, targets), optimizer, device)
+        state = _state_of(pipeline, own, (inputs, targets), optimizer, device, [each.whole for each in chunks.values()])
         if config.optimizer == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
             # Of the ranks of a pipeline some may have nothing.
             refuse_without_effect(state, MemoryConfig(optimizer="swap"))
@@ -115,6 +115,7 @@ def fit_stages(
                 pipeline.rank,
                 pairs_at_once=pipeline.run_pair is not one_after_the_other,
                 puts_off=pipeline.weight_gradients is not None,
+                reshards=[stage for stage, chunk in chunks.items() if chunk.away],
             ),
             num_micro_batches=pipeline.schedule.num_micro_batches,
             state=state,
@@ -207,7 +208,12 @@ def _by_rules(chunk: StageChunk, config: MemoryConfig) -> StageChunk:
 
 
 def _state_of(
-    pipeline: Pipeline, own: nn.ModuleList, batch: Any, optimizer: torch.optim.Optimizer | None, device: torch.device
+    pipeline: Pipeline,
+    own: nn.ModuleList,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    whole: Sequence[WholeBytes],
 ) -> StateBytes:
     """What is on the device whatever the plans; `optimizer_temporaries` are those of the optimizer alone."""
     num_parameters = sum(1 for _ in own.parameters())
@@ -222,8 +228,7 @@ def _state_of(
         is_accelerator=device.type != "cpu",
     )
     # Under FSDP2 what is whole stays from the first action of a stage to its last, and is gone before the optimizer.
-    # What travels when it is gathered and reduced does so in each step that was observed, too.
-    weights, gradients = map(sum, zip(*map(whole_bytes, pipeline.stages.values())))
+    weights, gradients = sum(each.weights for each in whole), sum(each.gradients for each in whole)
     shared = _shared_bytes(pipeline, own)
     # DistributedDataParallel has room for its gradients from the beginning, whether it exchanges any or not.
     idle = sum(p.nbytes for each in pipeline.replicas.values() for p in trained_by(each))
