@@ -187,8 +187,12 @@ def _observe_stage(
     assert output.recorder is not None
     saves = output.recorder.saves
     held = {node.name for index, node in saves.nodes.items() if index in saves.kept}
-    output.gathered = byte_curve(output.recorder.gathered, len(profile.op_bytes))
-    return kept_outside(profile, held, output.gathered), tuple(watch.exchanges)
+    num_ops = len(profile.op_bytes)
+    output.gathered = byte_curve(output.recorder.gathered, num_ops)
+    # An input that has gone through a hook of FSDP2's is a node, and counts with what the chunk was given as well.
+    given_nodes = {node.name for node in saves.nodes.values() if node.storage.kind == "input"}
+    twice = sum(site.nbytes for site in profile.sites if site.name in given_nodes and site.dies >= num_ops)
+    return kept_outside(profile, held, [nbytes + twice for nbytes in output.gathered]), tuple(watch.exchanges)
 
 
 def _away(gathered: Sequence[int], turn: int, whole_bytes: int) -> tuple[int, ...]:
@@ -261,12 +265,12 @@ def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:
     return dataclasses.replace(chunk, profile=profile, exchanges=tuple(grown))
 
 
-def kept_outside(profile: Profile, held: Collection[str], gathered: Iterable[int]) -> Profile:
+def kept_outside(profile: Profile, held: Collection[str], elsewhere: Iterable[int]) -> Profile:
     """The same step, in which what the loss holds too (`held`) is no node: hooks of the stage do not see the loss. And
-    in which weights that FSDP2 gathers (`gathered`: at each operator) do not count: whether they are there is up to
-    what the stage did before."""
+    in which `elsewhere`, bytes at each operator, does not count: weights that FSDP2 gathers, of which it is up to what
+    the stage did before whether they are there."""
     gone = {node.name: node for node in profile.sites if node.name in held}
-    op_bytes = [nbytes - whole for nbytes, whole in zip(profile.op_bytes, gathered, strict=True)]
+    op_bytes = [nbytes - other for nbytes, other in zip(profile.op_bytes, elsewhere, strict=True)]
     for node in gone.values():
         for op in range(max(node.born, 0), min(max(node.dies, node.release), len(op_bytes))):
             op_bytes[op] += node.nbytes
