@@ -9,8 +9,10 @@ Pairs whose halves take turns need room for two chunks that are computed at once
 Why it is safe: plans move and recompute, which changes no bit.
 Cost: one step of one micro-batch through all stages, with experts on several ranks a forward of all others, and a
 second or a few for the solver.
-Not covered: pairs that are carried out in another way than `Overlap` does (refused by name); a micro-batch that is
-larger than the one observed, or to whose experts come more rows than were planned for: the guard spills what is more;
+Before a step that needs more room (a larger micro-batch than any before, more bytes of its batch, gradients that are
+there already) plans are made again, on all ranks together.
+Not covered: pairs that are carried out in another way than `Overlap` does (refused by name); a micro-batch of another
+shape with no more elements, or to whose experts come more rows than were planned for: the guard spills what is more;
 the fragments of a device's allocator.
 """
 
@@ -18,8 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +52,6 @@ from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.fsdp import WholeBytes
 from lowtide.tensors.kinds import device_of, tensors_in
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.modes import remembered_cast_bytes
@@ -104,7 +105,7 @@ def fit_stages(
         between = _shared_bytes(pipeline, own) + pipeline.tied.num_bytes
         if together is not None or pipeline.replicas:
             between = max(between, averaging_bytes(list(own.parameters())))
-        state = _state_of(pipeline, own, (inputs, targets), optimizer, device, [each.whole for each in chunks.values()])
+        state = _state_of(pipeline, own, (inputs, targets), optimizer, chunks.values())
         if config.optimizer == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
             # Of the ranks of a pipeline some may have nothing.
             refuse_without_effect(state, MemoryConfig(optimizer="swap"))
@@ -212,10 +213,10 @@ def _state_of(
     own: nn.ModuleList,
     batch: Any,
     optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
-    whole: Sequence[WholeBytes],
+    chunks: Collection[StageChunk],
 ) -> StateBytes:
     """What is on the device whatever the plans; `optimizer_temporaries` are those of the optimizer alone."""
+    device = device_of(own)
     num_parameters = sum(1 for _ in own.parameters())
     steady = _STEADY_BYTES + 64 * (num_parameters + pipeline.schedule.num_micro_batches)
     # Of an autocast around the whole step: no stage lets go of these.
@@ -228,7 +229,8 @@ def _state_of(
         is_accelerator=device.type != "cpu",
     )
     # Under FSDP2 what is whole stays from the first action of a stage to its last, and is gone before the optimizer.
-    weights, gradients = sum(each.weights for each in whole), sum(each.gradients for each in whole)
+    weights = sum(chunk.gathered_bytes for chunk in chunks)
+    gradients = sum(chunk.whole_gradient_bytes for chunk in chunks)
     shared = _shared_bytes(pipeline, own)
     # DistributedDataParallel has room for its gradients from the beginning, whether it exchanges any or not.
     idle = sum(p.nbytes for each in pipeline.replicas.values() for p in trained_by(each))
@@ -250,29 +252,20 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 # -- follow ----------------------------------------------------------------------------------------------------
 
 
-class _Need(NamedTuple):
-    """What a step has to have room for beside what its stages hold."""
-
-    largest: int
-    """Elements of its largest micro-batch; 0 where its inputs are on another rank."""
-    batch_bytes: int
-    kept_bytes: int
-    """Of gradients that are there when it begins."""
+_Need = tuple[int, int, int]
+"""Of a step: elements of its largest micro-batch, 0 where its inputs are on another rank; bytes of its batch, and of
+gradients that are there when it begins."""
 
 
 def _need_of(
     inputs: Sequence[Any] | None, targets: Sequence[Any] | None, device_type: str, kept_bytes: int = 0
 ) -> _Need:
     batch_bytes = unique_bytes(tensors_in((inputs, targets)), device_type)
-    return _Need(max(map(size_of, inputs or ()), default=0), batch_bytes, kept_bytes)
+    return max(map(size_of, inputs or ()), default=0), batch_bytes, kept_bytes
 
 
 class StagePlans:
-    """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly.
-
-    A step with a larger micro-batch than any before has them made again, and so has one with more bytes of its batch,
-    or of gradients that are there when it begins. All ranks do so together, before anything is computed.
-    """
+    """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly."""
 
     def __init__(
         self,
@@ -348,37 +341,36 @@ class StagePlans:
         """Of a step that begins: 0 if there is room for it, 1 if plans are to be made again, 2 if its stages are to be
         observed again as well. `kept_bytes`: of gradients that are there."""
         now = _need_of(inputs, targets, self._engine.device_type, kept_bytes)
-        self._next = _Need(*map(max, self._known, now))
-        return 2 if self._next.largest > self._known.largest else int(self._next != self._known)
+        largest, batch_bytes, kept_bytes = map(max, self._known, now)
+        self._next = largest, batch_bytes, kept_bytes
+        return 2 if largest > self._known[0] else int(self._next != self._known)
 
     def renew(self, lack: int, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
         """Make room for the step that `lacks` was asked about. Collective. `lack`: the most of any rank of the
         pipeline."""
-        pipeline, ranks, known = self._pipeline, self._ranks, self._known
+        pipeline, ranks, task = self._pipeline, self._ranks, self._task
         if ranks.group is not pipeline.group:
             lack = max(gather(lack, ranks.group))
         if not lack:
             return
+        larger, more_bytes, kept_bytes = (now - before for now, before in zip(self._next, self._known, strict=True))
+        if larger:
+            LOG.info(
+                "lowtide: pipeline: step %d has a micro-batch of %d elements, and %d were the most so far: its stages "
+                "are observed and planned again",
+                *(pipeline.num_steps, self._next[0], self._known[0]),
+            )
         self._known = self._next
-        task, more_bytes = self._task, self._known.kept_bytes - known.kept_bytes
         if lack == 2:
-            if self._known.largest > known.largest:
-                LOG.info(
-                    "lowtide: pipeline: step %d has a micro-batch of %d elements, and %d were the most so far: its "
-                    "stages are observed and planned again",
-                    pipeline.num_steps,
-                    self._known.largest,
-                    known.largest,
-                )
             self._take_off()
             chunks = _chunks_of(pipeline, ranks, task.config, inputs, targets)
             task = dataclasses.replace(task, chunks=chunks)
         state = dataclasses.replace(
             task.state,
-            inputs=task.state.inputs + self._known.batch_bytes - known.batch_bytes,
-            gradients=task.state.gradients + more_bytes,
+            inputs=task.state.inputs + more_bytes,
+            gradients=task.state.gradients + kept_bytes,
             # By then they are one with those of the step.
-            optimizer_temporaries=max(0, task.state.optimizer_temporaries - more_bytes),
+            optimizer_temporaries=max(0, task.state.optimizer_temporaries - kept_bytes),
         )
         self._task = dataclasses.replace(task, state=state, budget_bytes=self.budget_bytes)
         found = ranks.all_do("its plan", self._planned)
@@ -395,9 +387,7 @@ class StagePlans:
             LOG.warning(
                 "lowtide: pipeline: rank %d: in step %d %s. Until then steps run under the plan that needs least, %s "
                 "over the budget; write strict: true to have a BudgetError instead",
-                self._pipeline.rank,
-                self._pipeline.num_steps,
-                error,
+                *(self._pipeline.rank, self._pipeline.num_steps, error),
                 format_bytes(error.floor_bytes - self.budget_bytes),
             )
             self._task = dataclasses.replace(self._task, budget_bytes=error.floor_bytes)

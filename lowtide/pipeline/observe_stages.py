@@ -83,10 +83,12 @@ def observe_stages(
                 pipeline.close()
                 return observe(stage, args, kwargs)
             profile, put_off_bytes, product_bytes = later.within(profile)
-            whole = whole_bytes(pipeline.stages[stage])
+            whole, more, travel = whole_bytes(pipeline.stages[stage])
             found[stage] = StageChunk(
-                whole=whole,
-                away=_away(output.gathered, profile.num_forward_ops, whole.weights),
+                gathered_bytes=whole,
+                whole_gradient_bytes=more,
+                travel_bytes=travel,
+                away=_away(output.gathered, profile.num_forward_ops, whole),
                 put_off_bytes=put_off_bytes,
                 product_bytes=product_bytes,
                 profile=profile if is_steady and not exchanges else profile.without_sizes(),

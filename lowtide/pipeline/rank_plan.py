@@ -46,7 +46,6 @@ from lowtide.planner.problem import Problem
 from lowtide.planner.smaller import fates_of
 from lowtide.planner.space import Space
 from lowtide.planner.state_items import StateShares
-from lowtide.tensors.fsdp import WholeBytes
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import curve
 from lowtide.timeline.step import Link
@@ -79,8 +78,12 @@ class StageChunk:
     output_gradient_bytes: int
     exchanges: tuple[Exchange, ...] = ()
     """Of rows with other ranks, in order."""
-    whole: WholeBytes = WholeBytes()
-    """Of FSDP2."""
+    gathered_bytes: int = 0
+    """Of the weights that FSDP2 shards, while they are whole."""
+    whole_gradient_bytes: int = 0
+    """That their gradients take more until they are reduced."""
+    travel_bytes: int = 0
+    """What gathering or reducing all of them needs beside."""
     away: tuple[int, ...] = ()
     """For each operator, the bytes of weights that are not there where the last forward of the stage has resharded
     them. Empty: none."""
@@ -240,7 +243,7 @@ class _Search:
 
     def beside(self, stage: int, limits: Mapping[int, int], budget_bytes: int) -> np.ndarray:
         """For each operator of a chunk, the most that the rest of the rank may hold meanwhile."""
-        found = np.full(len(self.needs[stage][0]), -self.task.chunks[stage].whole.weights, np.int64)
+        found = np.full(len(self.needs[stage][0]), -self.task.chunks[stage].gathered_bytes, np.int64)
         forward, backward = self.task.chunks[stage].halves
         for moment in self.task.moments:
             rest = self._rest_bytes(moment, limits)
@@ -322,7 +325,7 @@ class _Search:
         return [
             state
             + self._rest_bytes(moment, limits)
-            + max((self.task.chunks[stage].whole.travel for stage, _ in moment.running), default=products)
+            + max((self.task.chunks[stage].travel_bytes for stage, _ in moment.running), default=products)
             for moment in self.task.moments
         ]
 

@@ -25,7 +25,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,20 +90,10 @@ def _parameters(model: nn.Module) -> list[Any]:
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
-class WholeBytes(NamedTuple):
-    """Of all that FSDP2 shards in a model."""
-
-    weights: int = 0
-    """While they are gathered."""
-    gradients: int = 0
-    """So many more than the reduced ones."""
-    travel: int = 0
-    """What it needs beside all these while it gathers every module at once, before there are gradients, or reduces one
-    after the other."""
-
-
-def whole_bytes(model: nn.Module) -> WholeBytes:
-    """Collective: gathers each module."""
+def whole_bytes(model: nn.Module) -> tuple[int, int, int]:
+    """Of all that FSDP2 shards in `model`: the bytes of its weights while they are gathered; how many bytes larger its
+    gradients are before they are reduced; and what it needs beside all these while it gathers every module at once,
+    when there are no gradients yet, or reduces one after the other. Collective: gathers each module."""
     weights, gradients, more, gathers, reduces = 0, 0, 0, 0, [0]
     for module in fsdp_modules(model):
         module.unshard()
@@ -121,7 +111,7 @@ def whole_bytes(model: nn.Module) -> WholeBytes:
                     more += max(0, whole.numel() * itemsize - shard.untyped_storage().nbytes())
                     reduces[-1] += num_sent * itemsize
         module.reshard()
-    return WholeBytes(weights, more, max(0, gathers - gradients, *reduces))
+    return weights, more, max(0, gathers - gradients, *reduces)
 
 
 def _num_shards(parameter: Any) -> int:

@@ -106,6 +106,8 @@ class Rank:
     ) -> None:
         self.puts_off = puts_off
         self.reshards = reshards
+        self.bucket_bytes = 0
+        """Of DistributedDataParallel, which no operator makes."""
         self.length = LENGTH
         self.sets_to_none = True
         self.inner = inner
@@ -145,6 +147,7 @@ class Rank:
         if self.reshards == "replicas":
             around = functools.partial(nn.parallel.DistributedDataParallel, process_group=self.mesh.get_group())
             self.stages = {number: around(stage) for number, stage in self.stages.items()}
+            self.bucket_bytes = sum(parameter.nbytes for parameter in self.own.parameters())
         elif self.mesh is not None:
             types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if self.casts else {}
             how = {
@@ -211,7 +214,7 @@ class Rank:
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=self.sets_to_none)
             bits.append(found)
-            peaks.append(counted.peak_bytes)
+            peaks.append(counted.peak_bytes + self.bucket_bytes)
         return bits, peaks
 
     def end(self) -> None:
@@ -301,9 +304,7 @@ def changes(
         it.length = steps[0][0]
         with Listener(said.append), contextlib.closing(it.pipeline), it.fit(int(share * most), **memory) as plans:
             bits, peaks, promised = train(it, plans)
-        different = [
-            step for step, (own, want) in enumerate(zip(bits, truth)) if not all(map(same_bits, own, want))
-        ]
+        different = [step for step, (own, want) in enumerate(zip(bits, truth)) if not all(map(same_bits, own, want))]
         about_one = {"different": different, "peaks": peaks, "promised": promised, "said": said}
         found.append(about_one | {"budget": int(share * most), "plain": plain})
     return found
@@ -357,7 +358,13 @@ def refused(rank: int) -> list[str]:
     twice = Rank("1f1b", rank)
     with twice.fit(2**30):
         attempt(twice, budget=2**30)
-    return told
+    alone = Rank("1f1b", rank)
+    plans = alone.fit(2**30)
+    if rank == 1:
+        plans.remove()
+    with contextlib.closing(alone.pipeline), plans, pytest.raises(ConfigError) as caught:
+        alone.pipeline.step(*alone.batch(0))
+    return [*told, str(caught.value)]
 
 
 class Raising(nn.Module):
