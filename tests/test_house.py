@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_612,
+    "lines": 56_859,
     "files": 239,
     "classes": 433,
     "files that one other file imports": 33,

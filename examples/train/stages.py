@@ -193,7 +193,6 @@ class RankStages:
             how: Any = {"memory": own, "optimizer": self._optimizer, "engine": self._run.train.engine}
             self._plans = fit_stages(self._pipeline, *given, say=say, together=self._together, **how)
             self._undo.callback(self._plans.remove)
-            self._tides = list(self._plans.tides.values())
         losses = self._pipeline.step(*given)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for loss in losses:
@@ -237,15 +236,20 @@ class RankStages:
             num_corrections=0,
         )
 
+    @property
+    def _in_force(self) -> list[Any]:
+        """Tides. Those of a budget can be others after a step."""
+        return self._tides if self._plans is None else list(self._plans.tides.values())
+
     def reset_stats(self) -> None:
         """Begin a new count, for the next step."""
-        for tide in self._tides:
+        for tide in self._in_force:
             tide.reset_stats()
 
     @property
     def stats(self) -> Stats | None:
         """The sums over the stages of this rank, whose peaks need not come at once; None without a memory section."""
-        counts = [dataclasses.asdict(tide.stats) for tide in self._tides if tide.stats is not None]
+        counts = [dataclasses.asdict(tide.stats) for tide in self._in_force if tide.stats is not None]
         if not counts:
             return None
         return Stats(**{name: sum(count[name] for count in counts) for name in counts[0]})

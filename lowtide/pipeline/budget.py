@@ -9,8 +9,10 @@ Pairs whose halves take turns need room for two chunks that are computed at once
 Why it is safe: plans move and recompute, which changes no bit.
 Cost: one step of one micro-batch through all stages, with experts on several ranks a forward of all others, and a
 second or a few for the solver.
-Not covered: pairs that are carried out in another way than `Overlap` does (refused by name); a micro-batch that is
-larger than the one observed, or to whose experts come more rows than were planned for: the guard spills what is more;
+Before a step that needs more room (a larger micro-batch than any before, more bytes of its batch, gradients that are
+there already) plans are made again, on all ranks together.
+Not covered: pairs that are carried out in another way than `Overlap` does (refused by name); a micro-batch of another
+shape with no more elements, or to whose experts come more rows than were planned for: the guard spills what is more;
 the fragments of a device's allocator.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +28,19 @@ from torch import nn
 
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.core.decisions import OptimizerPlacement
+from lowtide.core.log import LOG
 from lowtide.core.plan import Plan
 from lowtide.core.profile import StateBytes
 from lowtide.engines.bandwidth import cache_path, measure_link
 from lowtide.engines.base import EngineChoice
 from lowtide.engines.choose import choose_engine, memory_of_model
-from lowtide.errors import ConfigError
+from lowtide.errors import BudgetError, ConfigError
 from lowtide.optimizer.swap import OptimizerSwap
 from lowtide.pipeline.agree import Together
 from lowtide.pipeline.execute import Pipeline, one_after_the_other
 from lowtide.pipeline.experts import averaging_bytes, trained_by
 from lowtide.pipeline.live_chunks import live_chunks_of
-from lowtide.pipeline.observe_stages import observe_stages, with_rows_of_all
+from lowtide.pipeline.observe_stages import observe_stages, size_of, with_rows_of_all
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.rank_plan import RankPlan, RankTask, StageChunk, plan_rank_with_state
 from lowtide.pipeline.turns import with_kept_rows
@@ -49,11 +52,9 @@ from lowtide.runtime.session.apply import apply
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.runtime.session.optimizer_state import PlacedState
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.fsdp import whole_bytes
-from lowtide.tensors.kinds import device_of
+from lowtide.tensors.kinds import device_of, tensors_in
 from lowtide.tensors.live_bytes import LiveBytes, unique_bytes
 from lowtide.tensors.modes import remembered_cast_bytes
-from lowtide.tensors.private import tree_leaves
 from lowtide.tensors.ranks import ALONE, gather
 from lowtide.units import format_bytes, format_seconds
 
@@ -99,25 +100,23 @@ def fit_stages(
     try:
         config = ranks.all_do("its settings", lambda: _with_state_that_can_move(config, placed))
         device = device_of(own)
-        seen = ranks.all_do("the step that is observed", lambda: observe_stages(pipeline, inputs, targets))
-        if any(gather(any(chunk.exchanges for chunk in seen.values()), ranks.group)):
-            chunks = seen
-            seen = ranks.all_do("the rows of all micro-batches", lambda: with_rows_of_all(pipeline, inputs, chunks))
+        chunks = _chunks_of(pipeline, ranks, config, inputs, targets)
         # A weight of several stages has a sum for each, and the sum of these; pipelines average bucket by bucket.
         between = _shared_bytes(pipeline, own) + pipeline.tied.num_bytes
         if together is not None or pipeline.replicas:
             between = max(between, averaging_bytes(list(own.parameters())))
-        state = _state_of(pipeline, own, (inputs, targets), optimizer, device)
+        state = _state_of(pipeline, own, (inputs, targets), optimizer, chunks.values())
         if config.optimizer == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
             # Of the ranks of a pipeline some may have nothing.
             refuse_without_effect(state, MemoryConfig(optimizer="swap"))
         task = RankTask(
-            chunks={stage: _by_rules(chunk, config) for stage, chunk in seen.items()},
+            chunks=chunks,
             moments=live_chunks_of(
                 pipeline.schedule,
                 pipeline.rank,
                 pairs_at_once=pipeline.run_pair is not one_after_the_other,
                 puts_off=pipeline.weight_gradients is not None,
+                reshards=[stage for stage, chunk in chunks.items() if chunk.away],
             ),
             num_micro_batches=pipeline.schedule.num_micro_batches,
             state=state,
@@ -127,8 +126,9 @@ def fit_stages(
             link=measure_link(chosen, device, place=str(config.disk_path or ""), cache=cache_path()),
         )
         found = ranks.all_do("its plan", lambda: plan_rank_with_state(task))
-        plans = ranks.all_do("its plan", lambda: StagePlans(pipeline, task, found, placed, closes=chosen is not engine))
-        return plans.told(say)
+        known = _need_of(inputs, targets, device.type)
+        how: Any = {"ranks": ranks, "known": known, "say": say, "closes": chosen is not engine}
+        return ranks.all_do("its plan", lambda: StagePlans(pipeline, task, found, placed, **how)).told()
     except BaseException:
         if chosen is not engine:
             chosen.close()
@@ -185,6 +185,21 @@ def _with_state_that_can_move(config: MemoryConfig, placed: PlacedState) -> Memo
     return config
 
 
+def _chunks_of(
+    pipeline: Pipeline,
+    ranks: Together,
+    config: MemoryConfig,
+    inputs: Sequence[Any] | None,
+    targets: Sequence[Any] | None,
+) -> dict[int, StageChunk]:
+    """What the stages of this rank do with the largest micro-batch. Collective."""
+    seen = ranks.all_do("the step that is observed", lambda: observe_stages(pipeline, inputs, targets))
+    if any(gather(any(chunk.exchanges for chunk in seen.values()), ranks.group)):
+        chunks = seen
+        seen = ranks.all_do("the rows of all micro-batches", lambda: with_rows_of_all(pipeline, inputs, chunks))
+    return {stage: _by_rules(chunk, config) for stage, chunk in seen.items()}
+
+
 def _by_rules(chunk: StageChunk, config: MemoryConfig) -> StageChunk:
     """A layer that exchanges rows runs again where a rule says so, and keeps them from its first run."""
     if not chunk.exchanges:
@@ -194,24 +209,28 @@ def _by_rules(chunk: StageChunk, config: MemoryConfig) -> StageChunk:
 
 
 def _state_of(
-    pipeline: Pipeline, own: nn.ModuleList, batch: Any, optimizer: torch.optim.Optimizer | None, device: torch.device
+    pipeline: Pipeline,
+    own: nn.ModuleList,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    chunks: Collection[StageChunk],
 ) -> StateBytes:
     """What is on the device whatever the plans; `optimizer_temporaries` are those of the optimizer alone."""
-    tokens = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    device = device_of(own)
     num_parameters = sum(1 for _ in own.parameters())
     steady = _STEADY_BYTES + 64 * (num_parameters + pipeline.schedule.num_micro_batches)
     # Of an autocast around the whole step: no stage lets go of these.
     steady += remembered_cast_bytes(own, device.type)
     state = state_bytes(
         own,
-        inputs=unique_bytes(tokens, device.type) + steady,
+        inputs=unique_bytes(tensors_in(batch), device.type) + steady,
         optimizer=optimizer,
         device_type=device.type,
         is_accelerator=device.type != "cpu",
     )
     # Under FSDP2 what is whole stays from the first action of a stage to its last, and is gone before the optimizer.
-    # What travels when it is gathered and reduced does so in each step that was observed, too.
-    weights, gradients = map(sum, zip(*map(whole_bytes, pipeline.stages.values())))
+    weights = sum(chunk.gathered_bytes for chunk in chunks)
+    gradients = sum(chunk.whole_gradient_bytes for chunk in chunks)
     shared = _shared_bytes(pipeline, own)
     # DistributedDataParallel has room for its gradients from the beginning, whether it exchanges any or not.
     idle = sum(p.nbytes for each in pipeline.replicas.values() for p in trained_by(each))
@@ -233,40 +252,77 @@ def _shared_bytes(pipeline: Pipeline, own: nn.ModuleList) -> int:
 # -- follow ----------------------------------------------------------------------------------------------------
 
 
+_Need = tuple[int, int, int]
+"""Of a step: elements of its largest micro-batch, 0 where its inputs are on another rank; bytes of its batch, and of
+gradients that are there when it begins."""
+
+
+def _need_of(
+    inputs: Sequence[Any] | None, targets: Sequence[Any] | None, device_type: str, kept_bytes: int = 0
+) -> _Need:
+    batch_bytes = unique_bytes(tensors_in((inputs, targets)), device_type)
+    return max(map(size_of, inputs or ()), default=0), batch_bytes, kept_bytes
+
+
 class StagePlans:
     """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly."""
 
     def __init__(
-        self, pipeline: Pipeline, task: RankTask, found: RankPlan, placed: PlacedState, *, closes: bool
+        self,
+        pipeline: Pipeline,
+        task: RankTask,
+        found: RankPlan,
+        placed: PlacedState,
+        *,
+        ranks: Together,
+        known: _Need,
+        say: Say | None,
+        closes: bool,
     ) -> None:
-        """`closes`: the engine ends with the plans."""
+        """`known`: what there is room for. `closes`: the engine ends with the plans."""
         self.found = found
         self.budget_bytes = task.budget_bytes
         self.tides: dict[int, Tide] = {}
+        self.summaries: dict[int, str] = {}
+        """By stage, what is said of it: of this rank's; after `told` of all stages of the pipeline."""
         self._pipeline = pipeline
+        self._task = task
+        self._ranks = ranks
+        self._say = say
         self._placed = placed
-        self._engine = engine = placed.beside
+        self._engine = placed.beside
         self._owns_engine = closes
+        self._known = self._next = known
+        """What there is room for, and that and what the step that begins needs."""
+        self._on_buffer: Callable[[torch.UntypedStorage], None] | None = None
+        """Inside of an audit."""
         try:
-            for stage, plan in found.plans.items():
-                tide = apply(pipeline.stages[stage], plan, engine=engine, group=ALONE, moves_state=False)
-                self.tides[stage] = tide
-                tide.set_limit(self._limit(stage, task, plan), slack_bytes=max(0, task.budget_bytes - found.peak_bytes))
-            limits = task.config.tier_limits
-            self._placed.follow(Plan(layers=(), min_bytes=0, **limits, optimizer=found.optimizer))
+            self._follow(found)
         except BaseException:
             self.remove()
             raise
-        self.summaries = self._summaries(task)
-        """By stage, what is said of it: of this rank's; after `told` of all stages of the pipeline."""
+        pipeline.plans = self
 
-    def told(self, say: Say | None) -> StagePlans:
+    def _follow(self, found: RankPlan) -> None:
+        """In place of the plans in force, if there are any."""
+        self._take_off()
+        self.found, task = found, self._task
+        for stage, plan in found.plans.items():
+            how: Any = {"engine": self._engine, "group": ALONE, "moves_state": False}
+            tide = self.tides[stage] = apply(self._pipeline.stages[stage], plan, **how)
+            tide.set_limit(self._limit(stage, task, plan), slack_bytes=max(0, task.budget_bytes - found.peak_bytes))
+            tide._scheduler.on_buffer = self._on_buffer
+        limits = task.config.tier_limits
+        self._placed.follow(Plan(layers=(), min_bytes=0, **limits, optimizer=found.optimizer))
+        self.summaries = self._summaries(task)
+
+    def told(self) -> StagePlans:
         """All ranks hear of all plans. Collective. Gives itself back."""
         everywhere = gather(self.summaries, self._pipeline.group)
         self.summaries = dict(sorted(each for own in everywhere for each in own.items()))
-        if say is not None:
+        if self._say is not None:
             for text in self.summaries.values():
-                say(text)
+                self._say(text)
         return self
 
     @property
@@ -278,6 +334,64 @@ class StagePlans:
     def plans(self) -> Mapping[int, Plan]:
         """Of each stage of this rank."""
         return self.found.plans
+
+    # -- before each step ----------------------------------------------------------------------------------------------
+
+    def lacks(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None, kept_bytes: int) -> int:
+        """Of a step that begins: 0 if there is room for it, 1 if plans are to be made again, 2 if its stages are to be
+        observed again as well. `kept_bytes`: of gradients that are there."""
+        now = _need_of(inputs, targets, self._engine.device_type, kept_bytes)
+        largest, batch_bytes, kept_bytes = map(max, self._known, now)
+        self._next = largest, batch_bytes, kept_bytes
+        return 2 if largest > self._known[0] else int(self._next != self._known)
+
+    def renew(self, lack: int, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
+        """Make room for the step that `lacks` was asked about. Collective. `lack`: the most of any rank of the
+        pipeline."""
+        pipeline, ranks, task = self._pipeline, self._ranks, self._task
+        if ranks.group is not pipeline.group:
+            lack = max(gather(lack, ranks.group))
+        if not lack:
+            return
+        larger, more_bytes, kept_bytes = (now - before for now, before in zip(self._next, self._known, strict=True))
+        if larger:
+            LOG.info(
+                "lowtide: pipeline: step %d has a micro-batch of %d elements, and %d were the most so far: its stages "
+                "are observed and planned again",
+                *(pipeline.num_steps, self._next[0], self._known[0]),
+            )
+        self._known = self._next
+        if lack == 2:
+            self._take_off()
+            chunks = _chunks_of(pipeline, ranks, task.config, inputs, targets)
+            task = dataclasses.replace(task, chunks=chunks)
+        state = dataclasses.replace(
+            task.state,
+            inputs=task.state.inputs + more_bytes,
+            gradients=task.state.gradients + kept_bytes,
+            # By then they are one with those of the step.
+            optimizer_temporaries=max(0, task.state.optimizer_temporaries - kept_bytes),
+        )
+        self._task = dataclasses.replace(task, state=state, budget_bytes=self.budget_bytes)
+        found = ranks.all_do("its plan", self._planned)
+        ranks.all_do("its plan", lambda: self._follow(found))
+        self.told()
+
+    def _planned(self) -> RankPlan:
+        """Where nothing fits any more, what needs least, with a warning; with `strict` a `BudgetError`."""
+        try:
+            return plan_rank_with_state(self._task)
+        except BudgetError as error:
+            if self._task.config.strict:
+                raise
+            LOG.warning(
+                "lowtide: pipeline: rank %d: in step %d %s. Until then steps run under the plan that needs least, %s "
+                "over the budget; write strict: true to have a BudgetError instead",
+                *(self._pipeline.rank, self._pipeline.num_steps, error),
+                format_bytes(error.floor_bytes - self.budget_bytes),
+            )
+            self._task = dataclasses.replace(self._task, budget_bytes=error.floor_bytes)
+            return plan_rank_with_state(self._task)
 
     def _limit(self, stage: int, task: RankTask, plan: Plan) -> int:
         """What the tide of a stage may count: its weights, its chunks in flight, and one that is in its forward."""
@@ -318,19 +432,26 @@ class StagePlans:
         live = LiveBytes(
             model=self._pipeline.modules, optimizer=self._placed.optimizer, device_type=self._engine.device_type
         )
+        self._on_buffer = live.add
         for tide in self.tides.values():
             tide._scheduler.on_buffer = live.add
         try:
             with live:
                 yield live
         finally:
+            self._on_buffer = None
             for tide in self.tides.values():
                 tide._scheduler.on_buffer = None
 
-    def remove(self) -> None:
-        """Leave the stages as they were. Idempotent."""
+    def _take_off(self) -> None:
         for tide in self.tides.values():
             tide.remove()
+
+    def remove(self) -> None:
+        """Leave the stages as they were, on all ranks. Idempotent."""
+        self._take_off()
+        if self._pipeline.plans is self:
+            self._pipeline.plans = None
         self._placed.remove()
         if self._owns_engine:
             self._engine.close()

@@ -142,6 +142,8 @@ class Pipeline:
             self.transport = GroupTransport(group, self.device, note)
         if weight_gradients is not None:
             weight_gradients.enter(self.stages.values())
+        self.plans: Any = None
+        """Those of `fit_stages`, as long as they are in force."""
         self._walk: _Walk | None = None
         """Of the step that is under way."""
         self.gone = read_by_then(self.schedule, self.rank)
@@ -263,7 +265,9 @@ class Pipeline:
             self.weight_gradients = None
 
     def _end(self, error: BaseException, at: str) -> None:
-        """Tell the other ranks, and the reader of the traceback."""
+        """Tell the other ranks, and the reader of the traceback, once."""
+        if self._failure is not None:
+            return
         if isinstance(error, PipelineError):
             self._failure = str(error).removeprefix("pipeline: ")
         else:
@@ -348,9 +352,15 @@ class _Walk:
         if weights is not None:
             weights.of_stage = self._gradients.of_stage
         self._pipeline.tied.begin()
+        plans, lack = self._pipeline.plans, 0
+        facts = {"values of divide_by": divide_by, "budgets": "none" if plans is None else "plans for one"}
+        if plans is not None:
+            lack = plans.lacks(self._inputs, self._targets, self._gradients.bytes_before())
         if self._transport is not None:
             shapes = None if self._inputs is None else [_shape_of(entry) for entry in self._inputs]
-            self._transport.begin(shapes, state=self._pipeline.state(), divide_by=divide_by)
+            lack = self._transport.begin(shapes, state=self._pipeline.state(), facts=facts, lack=lack)
+        if plans is not None:
+            plans.renew(lack, self._inputs, self._targets)
         walk(self._pipeline.runtime)
         if self.error is not None:
             raise self.error

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowtide.errors import ConfigError
 from lowtide.pipeline.schedule import Kind, Result
 from lowtide.tensors.fsdp import is_sharded, local_part, whole_of
+from lowtide.tensors.live_bytes import unique_bytes
 from lowtide.tensors.private import version_of
 
 _SAMPLED = 64
@@ -308,6 +309,10 @@ class StepGradients:
                 weight.grad.div_(divide_by)
             if before is not None:
                 weight.grad = before.add_(weight.grad)
+
+    def bytes_before(self) -> int:
+        """Of the gradients that were there when the step began."""
+        return unique_bytes(gradient for gradient in self._before.values() if gradient is not None)
 
     def take_back(self) -> None:
         """After a step that failed: the gradients are those from before it."""

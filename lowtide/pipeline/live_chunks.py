@@ -15,7 +15,7 @@ Cost: actions times ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from lowtide.pipeline.schedule import Action, AnyAction, Kind, Pair, Result, Schedule
@@ -36,6 +36,8 @@ class Moment:
     """(stage, number of its other chunks that are alive), of every stage of the rank."""
     messages: tuple[tuple[MessageKind, int], ...]
     """(whose result, how many of them)."""
+    resharded: tuple[int, ...] = ()
+    """Stages of which FSDP2 has let go of weights: their last action was a forward."""
 
     def num_of(self, stage: int) -> int:
         """Chunks of a stage that are alive or run."""
@@ -47,6 +49,7 @@ class Moment:
             self.running == other.running
             and _covers(dict(self.live), dict(other.live))
             and _covers(dict(self.messages), dict(other.messages))
+            and set(self.resharded) <= set(other.resharded)
         )
 
 
@@ -54,11 +57,14 @@ def _covers(one: dict, other: dict) -> bool:
     return all(one.get(key, 0) >= number for key, number in other.items())
 
 
-def live_chunks_of(schedule: Schedule, rank: int, *, pairs_at_once: bool, puts_off: bool = False) -> tuple[Moment, ...]:
+def live_chunks_of(
+    schedule: Schedule, rank: int, *, pairs_at_once: bool, puts_off: bool = False, reshards: Collection[int] = ()
+) -> tuple[Moment, ...]:
     """Of a schedule with its transfers, which has passed `verify`. `pairs_at_once`: the halves of a pair take turns;
-    else the forward is over when the backward begins. `puts_off`: W has something to do."""
+    else the forward is over when the backward begins. `puts_off`: W has something to do. `reshards`: stages whose
+    forward lets go of weights that its backward gathers."""
     found: list[Moment] = []
-    for moment in _walk(schedule, rank, pairs_at_once, puts_off):
+    for moment in _walk(schedule, rank, pairs_at_once, puts_off, reshards):
         if not any(other.holds_as_much_as(moment) for other in found):
             found = [other for other in found if not moment.holds_as_much_as(other)]
             found.append(moment)
@@ -84,13 +90,16 @@ def read_by_then(schedule: Schedule, rank: int) -> dict[AnyAction, frozenset[Res
     return found
 
 
-def _walk(schedule: Schedule, rank: int, pairs_at_once: bool, puts_off: bool) -> Iterator[Moment]:
+def _walk(
+    schedule: Schedule, rank: int, pairs_at_once: bool, puts_off: bool, reshards: Collection[int]
+) -> Iterator[Moment]:
     gone = read_by_then(schedule, rank)
     live: Counter[int] = Counter(dict.fromkeys(schedule.stages_of(rank), 0))
     waiting: set[Result] = set()
     """Asked for, or made here for this very rank, and not read yet."""
     sent: set[Result] = set()
     put_off: Counter[tuple[Kind, int]] = Counter()
+    resharded: set[int] = set()
 
     def moment(running: tuple[Action, ...]) -> Moment:
         counts = put_off + Counter((result.kind, result.stage) for result in (*waiting, *sent))
@@ -98,6 +107,7 @@ def _walk(schedule: Schedule, rank: int, pairs_at_once: bool, puts_off: bool) ->
             tuple((action.stage, action.kind is Kind.FORWARD) for action in running),
             tuple(sorted(live.items())),
             tuple(sorted(counts.items())),
+            tuple(sorted(resharded)),
         )
 
     def begin(action: Action) -> None:
@@ -106,8 +116,10 @@ def _walk(schedule: Schedule, rank: int, pairs_at_once: bool, puts_off: bool) ->
             live[action.stage] -= 1  # it is the one that runs
 
     def end(action: Action) -> None:
+        resharded.discard(action.stage)
         if action.kind is Kind.FORWARD:
             live[action.stage] += 1
+            resharded.update({action.stage} & set(reshards))
         if puts_off and action.kind is Kind.BACKWARD_INPUT:
             put_off[Kind.BACKWARD_WEIGHT, action.stage] += 1
         result = action.makes

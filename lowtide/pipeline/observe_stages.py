@@ -24,19 +24,20 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.core.profile import Profile
+from lowtide.core.profile import Profile, byte_curve
 from lowtide.errors import ConfigError
 from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.overlap import BACKWARD, Event, Overlap, Start
 from lowtide.pipeline.rank_plan import StageChunk
 from lowtide.pipeline.schedule import Kind, Result
-from lowtide.pipeline.torch_stage import Tensors, arguments_of, passed_on
+from lowtide.pipeline.torch_stage import Tensors, arguments_of, keep_whole, passed_on
 from lowtide.pipeline.turns import Exchange, Rows, growth_of, with_more_rows
 from lowtide.pipeline.weight_gradients import WeightGradients, weights_behind
 from lowtide.profiling.observe_call import observe_call
 from lowtide.profiling.step_recorder import StepRecorder
 from lowtide.profiling.untouched import untouched
+from lowtide.tensors.fsdp import fsdp_modules, whole_bytes
 from lowtide.tensors.kinds import device_of, tensors_in
 from lowtide.tensors.live_bytes import unique_bytes
 from lowtide.tensors.private import disable_current_modes, dispatch_modes, tree_leaves
@@ -50,6 +51,8 @@ class _Output:
         self.tensors: Tensors = ()
         self.recorder: StepRecorder | None = None
         """Of the step. (A variable of the function that notes it would be put back afterwards.)"""
+        self.gathered: tuple[int, ...] = ()
+        """At each operator, the bytes of weights that FSDP2 has gathered."""
         self.of_loss: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         """Weights that only the loss knows, and their gradients, which the observed step must not change."""
 
@@ -80,7 +83,12 @@ def observe_stages(
                 pipeline.close()
                 return observe(stage, args, kwargs)
             profile, put_off_bytes, product_bytes = later.within(profile)
+            whole, more, travel = whole_bytes(pipeline.stages[stage])
             found[stage] = StageChunk(
+                gathered_bytes=whole,
+                whole_gradient_bytes=more,
+                travel_bytes=travel,
+                away=_away(output.gathered, profile.num_forward_ops, whole),
                 put_off_bytes=put_off_bytes,
                 product_bytes=product_bytes,
                 profile=profile if is_steady and not exchanges else profile.without_sizes(),
@@ -143,22 +151,23 @@ def _through(
 def _observe_stage(
     pipeline: Pipeline, stage: int, given: tuple[tuple, dict[str, Any]], output: _Output, target: Any
 ) -> tuple[Profile, tuple[Exchange, ...]]:
-    is_last = stage == pipeline.schedule.num_stages - 1
+    is_last, module = stage == pipeline.schedule.num_stages - 1, pipeline.stages[stage]
 
     def use(call: Callable[[], Any]) -> Any:
         output.recorder = _recorder()
+        if output.recorder is not None:
+            for each in tensors_in((given, target)):  # of the batch parts, which count as a whole
+                output.recorder.state.storages.enroll(each, "input", "input")
         made = call()
+        keep_whole(module)
         if not is_last:
             made = passed_on(made, stage)
             output.note(made)
             _refuse_idle(stage, made)
         else:
             assert pipeline.loss is not None
-            if output.recorder is not None:
-                for each in tensors_in(target):  # parts of the batch, which counts as a whole
-                    output.recorder.state.storages.enroll(each, "input", "input")
             loss = pipeline.loss(made, target)
-            own = set(pipeline.stages[stage].parameters())
+            own = set(module.parameters())
             behind = weights_behind([loss], until=tree_leaves(made))
             output.of_loss = output.of_loss or [(weight, weight.grad) for weight in behind if weight not in own]
             for weight, _ in output.of_loss:
@@ -171,13 +180,29 @@ def _observe_stage(
         return places
 
     with _watch(pipeline) as watch:
-        profile = observe_call(pipeline.stages[stage], *given, None, use=use)
+        profile = observe_call(module, *given, None, use=use)
+    keep_whole(module, is_kept=False)
+    for each in fsdp_modules(module):
+        each.reshard()
     for weight, gradient in output.of_loss:
         weight.grad = gradient
     assert output.recorder is not None
     saves = output.recorder.saves
     held = {node.name for index, node in saves.nodes.items() if index in saves.kept}
-    return kept_outside(profile, held, output.recorder.gathered), tuple(watch.exchanges)
+    num_ops = len(profile.op_bytes)
+    output.gathered = byte_curve(output.recorder.gathered, num_ops)
+    # An input that has gone through a hook of FSDP2's is a node, and counts with what the chunk was given as well.
+    given_nodes = {node.name for node in saves.nodes.values() if node.storage.kind == "input"}
+    twice = sum(site.nbytes for site in profile.sites if site.name in given_nodes and site.dies >= num_ops)
+    return kept_outside(profile, held, [nbytes + twice for nbytes in output.gathered]), tuple(watch.exchanges)
+
+
+def _away(gathered: Sequence[int], turn: int, whole_bytes: int) -> tuple[int, ...]:
+    """Of the weights of a stage that its last forward has resharded, what is not there at each operator. Empty where
+    FSDP2 leaves all of them gathered."""
+    least = min(gathered[turn - 1 : turn + 1])
+    away = tuple(max(0, whole_bytes - max(least, nbytes)) for nbytes in gathered)
+    return away if any(away) else ()
 
 
 def _refuse_idle(stage: int, made: Tensors) -> None:
@@ -242,15 +267,12 @@ def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:
     return dataclasses.replace(chunk, profile=profile, exchanges=tuple(grown))
 
 
-def kept_outside(profile: Profile, held: Collection[str], gathered: Iterable[tuple[int, int, int]]) -> Profile:
+def kept_outside(profile: Profile, held: Collection[str], elsewhere: Iterable[int]) -> Profile:
     """The same step, in which what the loss holds too (`held`) is no node: hooks of the stage do not see the loss. And
-    in which weights that FSDP2 gathers do not count, since in a pipeline they stay for the step. `gathered`: when they
-    were there (operators), and their bytes."""
+    in which `elsewhere`, bytes at each operator, does not count: weights that FSDP2 gathers, of which it is up to what
+    the stage did before whether they are there."""
     gone = {node.name: node for node in profile.sites if node.name in held}
-    op_bytes = list(profile.op_bytes)
-    for first, end, nbytes in gathered:
-        for op in range(first, end):
-            op_bytes[op] -= nbytes
+    op_bytes = [nbytes - other for nbytes, other in zip(profile.op_bytes, elsewhere, strict=True)]
     for node in gone.values():
         for op in range(max(node.born, 0), min(max(node.dies, node.release), len(op_bytes))):
             op_bytes[op] += node.nbytes
@@ -272,11 +294,16 @@ def _largest(pipeline: Pipeline, inputs: Sequence[Any] | None) -> tuple[int, boo
     """The number of the micro-batch with the most in it, and whether all have the same shapes."""
     own = None
     if inputs is not None:
-        shapes = [tuple(each.shape for each in tensors_in(entry)) for entry in inputs]
-        sizes = [sum(map(math.prod, each)) for each in shapes]
-        own = sizes.index(max(sizes)), len(set(shapes)) == 1
+        shapes = {tuple(each.shape for each in tensors_in(entry)) for entry in inputs}
+        sizes = list(map(size_of, inputs))
+        own = sizes.index(max(sizes)), len(shapes) == 1
     found: tuple[int, bool] = next(each for each in gather(own, pipeline.group) if each is not None)
     return found
+
+
+def size_of(entry: Any) -> int:
+    """Elements of a micro-batch."""
+    return sum(each.numel() for each in tensors_in(entry))
 
 
 def _bytes_of(tree: Any, *, with_gradient: bool = False) -> int:

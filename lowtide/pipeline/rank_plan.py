@@ -78,10 +78,28 @@ class StageChunk:
     output_gradient_bytes: int
     exchanges: tuple[Exchange, ...] = ()
     """Of rows with other ranks, in order."""
+    gathered_bytes: int = 0
+    """Of the weights that FSDP2 shards, while they are whole."""
+    whole_gradient_bytes: int = 0
+    """That their gradients take more until they are reduced."""
+    travel_bytes: int = 0
+    """What gathering or reducing all of them needs beside."""
+    away: tuple[int, ...] = ()
+    """For each operator, the bytes of weights that are not there where the last forward of the stage has resharded
+    them. Empty: none."""
     put_off_bytes: int = 0
     """What it keeps from I to W."""
     product_bytes: int = 0
     """What W needs beside it."""
+
+    def away_at(self, ops: slice) -> np.ndarray:
+        return np.array(self.away[ops] or 0, np.int64)
+
+    @property
+    def away_in_flight(self) -> int:
+        """Between two actions of the stage."""
+        turn = self.profile.num_forward_ops
+        return int(self.away_at(slice(turn - 1, turn + 1)).min())
 
     @property
     def halves(self) -> tuple[Half, Half]:
@@ -225,14 +243,16 @@ class _Search:
 
     def beside(self, stage: int, limits: Mapping[int, int], budget_bytes: int) -> np.ndarray:
         """For each operator of a chunk, the most that the rest of the rank may hold meanwhile."""
-        found = np.zeros(len(self.needs[stage][0]), np.int64)
+        found = np.full(len(self.needs[stage][0]), -self.task.chunks[stage].gathered_bytes, np.int64)
         forward, backward = self.task.chunks[stage].halves
         for moment in self.task.moments:
             rest = self._rest_bytes(moment, limits)
             if len(moment.running) < 2:
                 for half, is_forward in ((forward, True), (backward, False)):
                     if moment.running == ((stage, is_forward),):
-                        found[half.first : half.end] = np.maximum(found[half.first : half.end], rest)
+                        part = slice(half.first, half.end)
+                        away = self.task.chunks[stage].away_at(part) if stage in moment.resharded else 0
+                        found[part] = np.maximum(found[part], rest - away)
                 continue
             (ahead, _), (behind, _) = pair = sorted(moment.running, key=lambda each: not each[1])
             if (stage, True) not in pair and (stage, False) not in pair:
@@ -263,7 +283,7 @@ class _Search:
             (ahead, is_forward), *more = sorted(moment.running, key=lambda each: not each[1])
             if not more:
                 half = self.task.chunks[ahead].halves[0 if is_forward else 1]
-                found.append(rest + own[ahead](range(half.first, half.end)))
+                found.append(rest + own[ahead](range(half.first, half.end), ahead in moment.resharded))
                 continue
             behind = more[0][0]
             halves = self.task.chunks[ahead].halves[0], self.task.chunks[behind].halves[1]
@@ -271,9 +291,9 @@ class _Search:
                 found.append(rest + own[ahead](forward) + own[behind](backward))
         return max(found)
 
-    def _most_under(self, stage: int, limits: Mapping[int, int], plan: Plan) -> tuple[Callable[[range], int], int]:
+    def _most_under(self, stage: int, limits: Mapping[int, int], plan: Plan) -> tuple[Callable[..., int], int]:
         """What a chunk needs at most at any of some operators under its plan, beside the state of its rank and its
-        input; and what there is when the optimizer steps."""
+        input; and what there is when the optimizer steps. Whether its weights were resharded comes second."""
         task, profile = self.task, self.chunk_profile(stage)
         state_bytes = _state_bytes(profile.state)
 
@@ -285,22 +305,29 @@ class _Search:
         played = run(problem.step, fates, task.link, budget_bytes=task.budget_bytes)
 
         @functools.cache
-        def most(ops: range) -> int:
+        def most(ops: range, is_resharded: bool = False) -> int:
             if not ops:
                 return 0
             apart = np.full(len(profile.op_bytes), -_NO_LIMIT, np.int64)  # others do not count
-            apart[ops.start : ops.stop] = 0
+            part = slice(ops.start, ops.stop)
+            apart[part] = -task.chunks[stage].away_at(part) if is_resharded else 0
             problem, fates = problem_beside(apart, -_NO_LIMIT)
             there = curve(problem.step, fates, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
-            return max(0, int(there[:-1].max()) - state_bytes)
+            return int(there[:-1].max()) - state_bytes
 
         return most, played.curve[-1]
 
     def _weights_bytes(self, limits: Mapping[int, int]) -> list[int]:
-        """What there is while weight gradients that were put off are made."""
+        """What there is while weight gradients that were put off are made, and while FSDP2 gathers or reduces a stage,
+        before its first action and after its last."""
         products = max(chunk.product_bytes for chunk in self.task.chunks.values())
-        beside = _state_bytes(self.task.state) + products
-        return [beside + self._rest_bytes(moment, limits) for moment in self.task.moments if not moment.running]
+        state = _state_bytes(self.task.state)
+        return [
+            state
+            + self._rest_bytes(moment, limits)
+            + max((self.task.chunks[stage].travel_bytes for stage, _ in moment.running), default=products)
+            for moment in self.task.moments
+        ]
 
     def _space(self, profile: Profile) -> Space:
         return space_of(profile, self.task.config, self.task.link, has_gradients=True, costs=HOST_COSTS)
@@ -312,6 +339,8 @@ class _Search:
     def _rest_bytes(self, moment: Moment, limits: Mapping[int, int]) -> int:
         """What chunks that do not run and messages hold."""
         chunks = sum(number * (limits[other] + self.task.chunks[other].input_bytes) for other, number in moment.live)
+        idle = set(moment.resharded) - {stage for stage, _ in moment.running}
+        chunks -= sum(self.task.chunks[stage].away_in_flight for stage in idle)
         return chunks + sum(number * self._message_bytes(kind) for kind, number in moment.messages)
 
     def _input_bytes(self, moment: Moment) -> int:

@@ -105,12 +105,12 @@ def _with_gathers(row: Sequence[AnyAction], sharded: Collection[int]) -> list[st
     return cells
 
 
-def keep_whole(module: Any) -> None:
+def keep_whole(module: Any, is_kept: bool = True) -> None:
     """Before a backward: a stage under FSDP2 stays gathered and its gradients whole, until the row reduces them."""
     if is_fsdp(module):
-        module.set_is_last_backward(False)
-        module.set_reshard_after_backward(False)
-        module.set_requires_gradient_sync(False)
+        module.set_is_last_backward(not is_kept)
+        module.set_reshard_after_backward(not is_kept)
+        module.set_requires_gradient_sync(not is_kept)
 
 
 def walk(runtime: Any) -> None:

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from lowtide.errors import ConfigError, PipelineError
-from lowtide.pipeline.agree import FailureNote, meet, refuse_difference
+from lowtide.pipeline.agree import Facts, FailureNote, meet, refuse_difference
 from lowtide.pipeline.live_chunks import HEAD_BYTES
 from lowtide.pipeline.schedule import Kind, Result
 from lowtide.pipeline.torch_stage import Tensors, unwritten
@@ -92,17 +92,18 @@ class GroupTransport:
         self._on_the_way: defaultdict[Result, list[tuple[int, list[Any], Callable[[], None]]]] = defaultdict(list)
         """What was sent: to which ranks, the works that carry it, and a check of the tensors that they need."""
 
-    def begin(self, shapes: Sequence[Hashable] | None, *, state: Any, divide_by: float) -> None:
+    def begin(self, shapes: Sequence[Hashable] | None, *, state: Any, facts: Facts, lack: int) -> int:
         """A step begins. shapes: of each micro-batch, on the first rank. state: where it is another one than in the
-        last step, stages of this rank may pass on other tensors for the same shapes. Raises ConfigError where ranks
-        divide by different numbers."""
+        last step, stages of this rank may pass on other tensors for the same shapes. Raises ConfigError where `facts`
+        of ranks differ. Gives the largest `lack` of any rank."""
         has_changed, self._state = state != self._state, state
-        said = self.meet("the beginning of a step", (shapes, has_changed, {"values of divide_by": divide_by}))
-        refuse_difference("pipeline", [facts for *_, facts in said])
-        if any(has_changed for _, has_changed, _ in said):
+        said = self.meet("the beginning of a step", (shapes, has_changed, facts, lack))
+        refuse_difference("pipeline", [facts for *_, facts, _ in said])
+        if any(has_changed for _, has_changed, *_ in said):
             self._known.clear()
         every = next(shapes for shapes, *_ in said if shapes is not None)
         self._shapes = [self._numbers.setdefault(shape, len(self._numbers)) for shape in every]
+        return max(lack for *_, lack in said)
 
     def meet(self, place: str, value: Any) -> list[Any]:
         """What each rank brings. Raises ConfigError on all ranks where one of them is at another place."""

@@ -44,7 +44,7 @@ from lowtide.profiling.untouched import (
     warn,
 )
 from lowtide.tensors.compiled import refuse_compiled
-from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters
+from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters, unreduced_gradients
 from lowtide.tensors.kinds import ACCUMULATOR, device_of, nodes_between, swapped_weights_of
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import (
@@ -226,7 +226,7 @@ def record_step(
             grads = _backward(roots, trained, accumulates)
             # The graph of the step is over, and what it held is free; only the gradients are still there.
             roots.clear()
-            made = grads[:num_trained]
+            made = [*grads[:num_trained], *unreduced_gradients(model)]
             return recorder.finish([None if grad is None else local_part(grad) for grad in made])
 
 

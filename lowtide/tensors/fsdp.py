@@ -21,6 +21,7 @@ is read instead stands in tensors/private.py.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -89,21 +90,43 @@ def _parameters(model: nn.Module) -> list[Any]:
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
-def whole_bytes(model: nn.Module) -> tuple[int, int]:
-    """Of all that FSDP2 shards in `model`: the bytes of its weights while they are gathered, and how many bytes
-    larger its gradients are before they are reduced. Collective: gathers each module."""
-    weights, gradients = 0, 0
+def whole_bytes(model: nn.Module) -> tuple[int, int, int]:
+    """Of all that FSDP2 shards in `model`: the bytes of its weights while they are gathered; how many bytes larger its
+    gradients are before they are reduced; and what it needs beside all these while it gathers every module at once,
+    when there are no gradients yet, or reduces one after the other. Collective: gathers each module."""
+    weights, gradients, more, gathers, reduces = 0, 0, 0, 0, [0]
     for module in fsdp_modules(model):
         module.unshard()
         for group in _known(fsdp_groups, module):
+            reduces.append(0)
             for parameter in group.fsdp_params:
                 whole, shard = local_part(parameter.unsharded_param), local_part(parameter.sharded_param)
                 weights += whole.untyped_storage().nbytes()
+                # All shards, which are padded, and a copy of this one.
+                num_sent = shard.untyped_storage().nbytes() // shard.element_size() * (_num_shards(parameter) + 1)
+                gathers += num_sent * whole.element_size()
                 if whole.requires_grad:
                     itemsize = (group.mp_policy.reduce_dtype or whole.dtype).itemsize
-                    gradients += max(0, whole.numel() * itemsize - shard.untyped_storage().nbytes())
+                    gradients += whole.numel() * itemsize
+                    more += max(0, whole.numel() * itemsize - shard.untyped_storage().nbytes())
+                    reduces[-1] += num_sent * itemsize
         module.reshard()
-    return weights, gradients
+    return weights, more, max(0, gathers - gradients, *reduces)
+
+
+def _num_shards(parameter: Any) -> int:
+    shard, whole = parameter.sharded_param, parameter.unsharded_param
+    sizes = (size for size, place in zip(shard.device_mesh.shape, shard.placements) if place.is_shard())
+    return math.prod(sizes) // (whole.device_mesh.size() if is_sharded(whole) else 1)
+
+
+def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """What FSDP2 has added up, of whole parameters, and not reduced yet."""
+    found = []
+    for parameter in _parameters(model):
+        gathered = gathered_parameter(parameter)
+        found += [parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def is_gathered_of(gathered: torch.Tensor, shard: torch.Tensor) -> bool:

@@ -82,6 +82,16 @@ FOR_FOUR: dict[str, Job] = {
             ]
         },
     ),
+    "sharded needs": (
+        "needs",
+        {
+            "each": [
+                ("1f1b", {"reshards": True, "casts": True}),
+                ("zb_v", {"reshards": False, "puts_off": True}),
+                ("1f1b", {"reshards": "replicas"}),
+            ]
+        },
+    ),
 }
 ON_FOUR = [
     words
@@ -295,6 +305,14 @@ def test_a_budget_counts_what_fsdp2_gathers_and_changes_no_bit(answers: dict[str
     for every in zip(*answers["sharded budgets"], strict=True):  # on some rank it would not hold without a plan
         assert max(max(told["plain"]) for told in every) > every[0]["budget"]
         assert max(told["swapped"] + told["recomputed"] for told in every) > 0
+
+
+@pytest.mark.parametrize("answers", ["four"], indirect=True)
+def test_what_a_rank_needs_beside_fsdp2_and_ddp_is_known(answers: dict[str, tuple[Any, ...]]) -> None:
+    """Gathered weights that a forward lets go of, whole gradients, and room for buckets."""
+    for each in answers["sharded needs"]:
+        for said, needed in each:
+            assert needed <= said <= 1.02 * needed
 
 
 @pytest.mark.extended

@@ -85,3 +85,12 @@ def test_no_execution_holds_more_than_some_moment_says(name: str) -> None:
                 and messages <= Counter(dict(moment.messages))
                 for moment in moments[rank]
             ), (rank, running, live, messages)
+
+
+def test_weights_that_a_forward_reshards_are_away_until_the_next_backward() -> None:
+    schedule = with_transfers(make_schedule("1f1b", num_ranks=2, num_micro_batches=2))
+    moments = live_chunks_of(schedule, 0, pairs_at_once=False, reshards=[0])
+    found = {(moment.running, moment.live[0][1], moment.resharded) for moment in moments}
+    forward, backward = ((0, True),), ((0, False),)  # F0 F1 B0 B1
+    assert found == {(forward, 0, ()), (forward, 1, (0,)), (backward, 1, (0,)), (backward, 0, ())}
+    assert all(moment.resharded == () for moment in live_chunks_of(schedule, 0, pairs_at_once=False))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lowtide.core.log import Listener
 from lowtide.errors import BudgetError, ConfigError, PipelineError
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.exchange import Route, start_on_group
@@ -71,9 +72,14 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def batch_of(step: int, number: int) -> list[Tensor]:
+def batch_of(step: int, number: int, length: int = LENGTH) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator) for _ in range(number)]
+    return [torch.randint(0, VOCABULARY, (4, length), generator=generator) for _ in range(number)]
+
+
+def _copy(gradient: Tensor) -> Tensor:
+    """Of one that may be zeroed in place. No operator has made it, so nobody counts it."""
+    return torch.from_numpy(gradient.numpy().copy())
 
 
 class Rank:
@@ -100,6 +106,10 @@ class Rank:
     ) -> None:
         self.puts_off = puts_off
         self.reshards = reshards
+        self.bucket_bytes = 0
+        """Of DistributedDataParallel, which no operator makes."""
+        self.length = LENGTH
+        self.sets_to_none = True
         self.inner = inner
         self.casts = casts
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -137,6 +147,7 @@ class Rank:
         if self.reshards == "replicas":
             around = functools.partial(nn.parallel.DistributedDataParallel, process_group=self.mesh.get_group())
             self.stages = {number: around(stage) for number, stage in self.stages.items()}
+            self.bucket_bytes = sum(parameter.nbytes for parameter in self.own.parameters())
         elif self.mesh is not None:
             types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if self.casts else {}
             how = {
@@ -157,9 +168,8 @@ class Rank:
         torch.manual_seed(1 + self.seed)
 
     def batch(self, step: int) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        tokens = batch_of(
-            step + 10 * self.seed * (self.is_sharing or self.mesh is not None), self.schedule.num_micro_batches
-        )
+        number = step + 10 * self.seed * (self.is_sharing or self.mesh is not None)
+        tokens = batch_of(number, self.schedule.num_micro_batches, self.length)
         return tokens if 0 in self.stages else None, tokens if self.has_loss else None
 
     def fit(self, budget: int, **memory: Any) -> StagePlans:
@@ -200,11 +210,11 @@ class Rank:
             with live if plans is None else plans.audit() as counted, self._casting():
                 counted.add_all(tensor for tokens in batch for tensor in tokens or ())
                 losses = self.pipeline.step(*batch)
-                found = [*losses, *(local_part(p.grad) for p in self.own.parameters())]
+                found = [*losses, *(_copy(local_part(p.grad)) for p in self.own.parameters())]
                 self.optimizer.step()
-                self.optimizer.zero_grad()
+                self.optimizer.zero_grad(set_to_none=self.sets_to_none)
             bits.append(found)
-            peaks.append(counted.peak_bytes)
+            peaks.append(counted.peak_bytes + self.bucket_bytes)
         return bits, peaks
 
     def end(self) -> None:
@@ -263,6 +273,43 @@ def budgets(
     }
 
 
+def changes(
+    rank: int,
+    name: str,
+    budgets: list[float],
+    *,
+    steps: list[tuple[int, bool]],
+    about: dict[str, Any] | None = None,
+    **memory: Any,
+) -> list[dict[str, Any]]:
+    """Steps of other lengths than the first, after which gradients are zeroed in place or not, under budgets that are
+    shares of what the plain pipeline needs: what differs, what was needed, and what was said.
+
+    `steps`: of each one, the length of its sequences, and whether gradients become None."""
+
+    def train(it: Rank, plans: StagePlans | None = None) -> tuple[list[Any], list[int], list[int]]:
+        bits, peaks, promised = [], [], []
+        for it.length, it.sets_to_none in steps:
+            own, counted = it.train(1, plans)
+            bits += own
+            peaks += counted
+            promised.append(0 if plans is None else plans.found.peak_bytes)
+        return bits, peaks, promised
+
+    truth, plain, _ = train(Rank(name, rank, **(about or {})))
+    most = max(max(peaks) for peaks in _everywhere(plain))
+    found = []
+    for share in budgets:
+        it, said = Rank(name, rank, **(about or {})), []
+        it.length = steps[0][0]
+        with Listener(said.append), contextlib.closing(it.pipeline), it.fit(int(share * most), **memory) as plans:
+            bits, peaks, promised = train(it, plans)
+        different = [step for step, (own, want) in enumerate(zip(bits, truth)) if not all(map(same_bits, own, want))]
+        about_one = {"different": different, "peaks": peaks, "promised": promised, "said": said}
+        found.append(about_one | {"budget": int(share * most), "plain": plain})
+    return found
+
+
 def _everywhere(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
@@ -311,7 +358,13 @@ def refused(rank: int) -> list[str]:
     twice = Rank("1f1b", rank)
     with twice.fit(2**30):
         attempt(twice, budget=2**30)
-    return told
+    alone = Rank("1f1b", rank)
+    plans = alone.fit(2**30)
+    if rank == 1:
+        plans.remove()
+    with contextlib.closing(alone.pipeline), plans, pytest.raises(ConfigError) as caught:
+        alone.pipeline.step(*alone.batch(0))
+    return [*told, str(caught.value)]
 
 
 class Raising(nn.Module):

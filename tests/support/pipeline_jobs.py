@@ -568,6 +568,14 @@ def within_budgets(rank: int, each: list[tuple[str, dict[str, Any], dict[str, An
     ]
 
 
+def needs(rank: int, each: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, int]]:
+    """Of such pipelines: what a rank is said to need with everything kept, and what it needs."""
+    found = []
+    for name, about in each:
+        found += budget_jobs.kept(rank, [name], about={"num_micro_batches": 4, **about})
+    return found
+
+
 class Plain(nn.Module):
     """A layer of one tensor, as torch's own stages take it."""
 
