@@ -466,7 +466,7 @@ class WeightMoves:
         leaving: list[Movable] = []
         while candidates and sum(item.nbytes for item in leaving) < excess:
             leaving.append(candidates.pop(0))
-        self._send_away(leaving)
+        self.hide(leaving)
         return self._taken_bytes + nbytes <= self.stats.window_bytes
 
     # -- in ------------------------------------------------------------------------------------------------------------
@@ -517,7 +517,8 @@ class WeightMoves:
         `.data`; else send them. Not within a use of it."""
         if any(item in items for items in self.order.open):
             return
-        if item.can_go and item.buffer is not None and torch.equal(item.total, _sum_of(item.buffer)):
+        buffer, total = item.buffer, item.total
+        if item.can_go and buffer is not None and total is not None and torch.equal(total, _sum_of(buffer)):
             self._drop(item)
         elif not self.send(item) and not item.is_here:  # gone, or not ours any more
             self._forget(item)
@@ -577,20 +578,21 @@ class WeightMoves:
             )
         return error is None
 
-    def _send_away(self, items: Iterable[Movable]) -> None:
+    def hide(self, items: Iterable[Movable]) -> None:
         """Have these items leave, and wait until main memory and files have them."""
         leaving = list(items)
-        for item in leaving:
-            self._arrive(item)
-            self.leave(item)
-        for item in leaving:
-            while item.leaving is not None and self._wait_out(item):
+        with self.lock, quiet():
+            for item in leaving:
+                self._arrive(item)
                 self.leave(item)
+            for item in leaving:
+                while item.leaving is not None and self._wait_out(item):
+                    self.leave(item)
 
     def hide_all(self) -> None:
-        """Send everything away that does not stay."""
-        with self.lock, quiet():
-            self._send_away(item for item in self._here if item not in self.order.staying)
+        """Have everything leave that does not stay."""
+        with self.lock:
+            self.hide(item for item in self._here if item not in self.order.staying)
 
     def keep_to_window(self) -> None:
         """More is there than room was made for: send away what is needed last, waiting where that is too much."""

@@ -374,8 +374,7 @@ class WeightSwap:
         for item in self.weights.values():
             if incoming is not None:
                 incoming.take(item.parameter)
-            moves.send(item)
-            moves.hide_all()
+            moves.hide([item])
         if incoming is not None:
             incoming.take_rest()
         self._put_on_hooks(optimizer)
@@ -403,16 +402,15 @@ class WeightSwap:
 
     def _put_on_hooks(self, optimizer: torch.optim.Optimizer | None) -> None:
         undo = self._undo
-        modules = {self.model.get_submodule(unit.name): unit for unit in self._units}
-        if self.model not in modules:
-            undo.append(ForwardPatch(self.model, self._around_model, weights=self).close)
-        for module, unit in modules.items():
+        for unit in self._units:
+            module = self.model.get_submodule(unit.name)
             undo.append(ForwardPatch(module, self._around(unit), weights=self).close)
             for inner in module.modules():
                 own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
                 if own:
                     bring = OwnedHook(self, lambda swap, *_, own=own: swap._moves.bring(own))
                     undo.append(inner.register_load_state_dict_pre_hook(bring).remove)
+        undo.append(ForwardPatch(self.model, self._around_model, weights=self).close)
         flush = OwnedHook(self, lambda swap, *_: swap.flush())
         undo.append(self.model.register_load_state_dict_post_hook(flush).remove)
         show = OwnedHook(self, lambda swap, *words: swap._shown_in(words[1]))
@@ -521,8 +519,6 @@ class WeightSwap:
             if torch.is_grad_enabled():
                 self._wait_for_backward(unit, output)
                 output = output if cuts is None else cuts.leave(output)
-            elif not unit.name:
-                self.flush()
             return output
 
         return around
