@@ -248,6 +248,8 @@ class WeightMoves:
         tensor = item.tensor
         if tensor is None or item.is_here or item.is_away:
             return tensor is not None
+        if self._is_copy_of_nothing(item):
+            self.put_copied_back()
         if not self._is_alike(item):
             return False
         item.num_assigned += 1
@@ -269,6 +271,29 @@ class WeightMoves:
             item.buffer = storage
             self._count(item)
         return True
+
+    def _is_copy_of_nothing(self, item: Movable) -> bool:
+        """Whether somebody has put a copy of what a weight shows while it is away in its place, as `model.double()`
+        does."""
+        tensor = item.parameter
+        if self.device.type == "cpu" or item.is_gradient or item.is_here or item.is_away:
+            return False
+        return tensor.dtype.is_floating_point and bool(tensor.isnan().all())
+
+    def put_copied_back(self) -> None:
+        """Have weights show what they showed before somebody copied that. Raises RuntimeError if there are such."""
+        with self.lock, quiet():
+            copied = [item for item in dict.fromkeys(self.items.values()) if self._is_copy_of_nothing(item)]
+            for item in copied:
+                self._forget(item)
+                assert item.away is not None
+                item.parameter.data = item.away
+                item.version = version_of(item.parameter)
+        if copied:
+            raise RuntimeError(
+                f"lowtide: {copied[0].name} was copied while it was not on {self.device} (model.to(), .data =), and "
+                "is as it was before; do that inside of 'with handle.here():', or after remove()"
+            )
 
     def _is_alike(self, item: Movable) -> bool:
         """Whether what is in the item's place could move as the item does."""

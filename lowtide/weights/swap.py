@@ -406,15 +406,15 @@ class WeightSwap:
             module = self.model.get_submodule(unit.name)
             undo.append(ForwardPatch(module, self._around(unit), weights=self).close)
             for inner in module.modules():
-                own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
+                own = {name: self.weights[p] for name, p in inner.named_parameters(recurse=False) if p in self.weights}
                 if own:
-                    bring = OwnedHook(self, lambda swap, *_, own=own: swap._moves.bring(own))
-                    undo.append(inner.register_load_state_dict_pre_hook(bring).remove)
+                    load = OwnedHook(self, lambda swap, _, *words, own=own: swap._before_load(own, *words[:3]))
+                    undo.append(inner.register_load_state_dict_pre_hook(load).remove)
+                    show = OwnedHook(self, lambda swap, _, *words, own=own: swap._show_in(own, *words[:2]))
+                    undo.append(inner.register_state_dict_post_hook(show).remove)
         undo.append(ForwardPatch(self.model, self._around_model, weights=self).close)
         flush = OwnedHook(self, lambda swap, *_: swap.flush())
         undo.append(self.model.register_load_state_dict_post_hook(flush).remove)
-        show = OwnedHook(self, lambda swap, *words: swap._shown_in(words[1]))
-        undo.append(self.model.register_state_dict_post_hook(show).remove)
         if optimizer is not None:
             undo.append(optimizer.register_step_post_hook(lambda *_: self.flush()).remove)
 
@@ -431,6 +431,7 @@ class WeightSwap:
         later call also gives slots back that somebody held before."""
         moves = self._moves
         with moves.lock:
+            moves.put_copied_back()
             moves.order.staying = frozenset()
             _forget_aliases(self.model)
             moves.hide_all()
@@ -657,7 +658,7 @@ class WeightSwap:
         """A gradient is complete, for this backward pass."""
         if self._moves.order.gathers:
             return
-        self._moves.send(item)
+        self._moves.leave(item)
         self._moves.keep_to_window()
 
     @contextlib.contextmanager
@@ -705,16 +706,23 @@ class WeightSwap:
             "handle.here():', or save model.state_dict()"
         )
 
-    def _shown_in(self, state_dict: dict[str, Any]) -> None:
+    def _before_load(self, own: dict[str, Movable], state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """These weights of a module are about to be loaded."""
+        new = [state_dict[prefix + name] for name in own if prefix + name in state_dict]
+        if metadata.get("assign_to_params_buffers") and any(tensor.device != self.device for tensor in new):
+            raise ConfigError(
+                f"{_CALL}: load_state_dict(assign=True) would put tensors of main memory in place of weights of "
+                f"{self.device} that are swapped; call it without assign"
+            )
+        self._moves.bring(own.values())
+
+    def _show_in(self, own: dict[str, Movable], state_dict: dict[str, Any], prefix: str) -> None:
         """A checkpoint is made: of weights that are away, it has the tensors in main memory."""
-        if self.device.type == "cpu":
-            return  # they are what the parameters show
-        self.flush()
-        for key, value in list(state_dict.items()):
-            if isinstance(value, torch.Tensor) and is_plain(value):
-                item = self._moves.items.get(storage_key(value.untyped_storage()))
-                if item is not None and self._moves.is_free(item):
-                    state_dict[key] = item.host
+        for key, item in [(prefix + name, item) for name, item in own.items()]:
+            value = state_dict.get(key)
+            is_shown = isinstance(value, torch.Tensor) and is_plain(value) and self.weight_in(value.untyped_storage())
+            if self.device.type != "cpu" and is_shown is item.parameter and self._moves.is_free(item):
+                state_dict[key] = item.host
 
     @property
     def stats(self) -> WeightStats:
