@@ -98,18 +98,17 @@ class _CutGraph(torch.autograd.Function):
 
 
 @dataclass(eq=False, slots=True)
-class _LayerRun:
-    """A layer's forward in one micro-batch."""
+class _Piece:
+    """A part of the graph of a micro-batch between cuts: a layer and what goes into it, or what follows the layers."""
 
-    name: str
-    begins_at: int
-    """Nodes of its own have this sequence number or a later one."""
+    layer: str | None
+    begins_at: float
+    """Nodes with this sequence number or a later one are the layer's own."""
     made: list[_Joint] = field(default_factory=list)
-    """Where what it gives was cut."""
+    """Where what the layer gives was cut."""
 
-
-_Piece = tuple[str, str | None]
-"""A part of the graph between cuts: its name for people, and the layer that it ends with (None: what follows them)."""
+    def __str__(self) -> str:
+        return "what follows the layers" if self.layer is None else f"'{self.layer}'"
 
 
 @dataclass(eq=False, slots=True)
@@ -122,7 +121,7 @@ class MicroBatch:
     """More come after it, and its weights are to be the same for their forwards."""
     at_layer: Callable[[Collection[str]], None] = lambda parts: None
     """Called before a layer begins, with names of parts of the model: around the layers, the last one, and this."""
-    runs: list[_LayerRun] = field(default_factory=list)
+    runs: list[_Piece] = field(default_factory=list)
     loss: torch.Tensor | None = None
     is_complete: bool = False
     """Its forward is over."""
@@ -130,7 +129,7 @@ class MicroBatch:
 
     def enter(self, name: str) -> None:
         """A layer begins."""
-        self.runs.append(_LayerRun(name, next_sequence_number()))
+        self.runs.append(_Piece(name, next_sequence_number()))
 
     def leave(self, output: Any) -> Any:
         """That layer is over: what it gives instead, with its tensors cut. What has none of a graph is the same object,
@@ -153,12 +152,11 @@ class MicroBatch:
         self.loss = None
         self.runs.clear()
 
-    def pieces(self) -> list[tuple[_Piece, list[torch.Tensor], float]]:
-        """The parts of the graph between cuts: what each begins at in backward, and the sequence number from which on
-        its nodes are a layer's own."""
+    def pieces(self) -> list[tuple[_Piece, list[torch.Tensor]]]:
+        """The parts of the graph between cuts, and what each begins at in backward."""
         assert self.loss is not None
-        runs = [((f"'{r.name}'", r.name), [joint.tensor for joint in r.made], r.begins_at) for r in self.runs]
-        return [(("what follows the layers", None), [self.loss], math.inf), *runs]
+        runs = [(run, [joint.tensor for joint in run.made]) for run in self.runs]
+        return [(_Piece(None, math.inf), [self.loss]), *runs]
 
 
 class Forwards:
@@ -182,7 +180,7 @@ class Forwards:
         handed over."""
         batch = self._current
         if batch is not None:
-            batch.at_layer({"", name, *(run.name for run in batch.runs[-1:])})
+            batch.at_layer({"", name, *(run.layer or "" for run in batch.runs[-1:])})
             self._current = batch
         return batch
 
@@ -369,7 +367,8 @@ def run_backward(
         batch.loss = None
         check_after("what follows the layers")
     while batches[0].runs:
-        name = batches[0].runs[-1].name
+        name = batches[0].runs[-1].layer
+        assert name is not None
         for batch in batches:
             before(batch)
             _send(batch.runs.pop().made)
@@ -392,30 +391,31 @@ def check(
 
     Returns the name of a weight whose cast a forward uses twice, not only inside of a layer, or an empty string.
     Autocast makes one cast of both, and adds their gradients in its dtype; forwards that take turns make two."""
-    first = [run.name for run in batches[0].runs]
+    first = [run.layer for run in batches[0].runs]
     repeated = next((name for name in first if first.count(name) > 1), None)
     if repeated is not None:
         raise ConfigError(f"{_CALL}: '{repeated}' runs more than once in a forward; {_ONE_BY_ONE}")
-    owners = _Owners(names)
+    owners: dict[Any, tuple[_Piece, int]] = {}
+    casts: dict[tuple[torch.Tensor, int], list[bool]] = {}
     for number, batch in enumerate(batches, 1):
-        if [run.name for run in batch.runs] != first:
+        if [run.layer for run in batch.runs] != first:
             raise ConfigError(f"{_CALL}: micro-batch {number} runs other layers than the first one; {_ONE_BY_ONE}")
         for run in batch.runs:
             if any(joint.tensor.grad_fn is not joint.node for joint in run.made):
                 raise ConfigError(
-                    f"{_CALL}: what '{run.name}' gave was written into through another tensor; {_ONE_BY_ONE}"
+                    f"{_CALL}: what '{run.layer}' gave was written into through another tensor; {_ONE_BY_ONE}"
                 )
-        for piece, roots, begins_at in batch.pieces():
-            owners.add(piece, number, roots, begins_at)
+        for piece, roots in batch.pieces():
+            _own(roots, (piece, number), owners, casts, names)
     for part, weights in parts.items():
         for weight in weights:
-            (user, layer), _ = owners.of.get(weight, (("", part), 0))  # not used at all
-            if weight not in parts.get(layer or "", ()):
+            user, _ = owners.get(weight, (None, 0))
+            if user is not None and weight not in parts.get(user.layer or "", ()):
                 raise ConfigError(
                     f"{_CALL}: '{names[weight]}' is used by {user}, and it is there for '{part}', all of whose "
                     f"results must be tensors, or tuples, lists or dicts of them; {_ONE_BY_ONE}"
                 )
-    return owners.cast_twice()
+    return next((_named(weight, names) for (weight, _), around in casts.items() if len(around) > 1 and any(around)), "")
 
 
 def check_unwritten(before: Mapping[Any, torch.Tensor | None], after: Mapping[Any, torch.Tensor | None]) -> None:
@@ -430,72 +430,60 @@ def check_unwritten(before: Mapping[Any, torch.Tensor | None], after: Mapping[An
             )
 
 
-class _Owners:
-    """Which piece of which micro-batch (its number) each node of the graphs is of, and each weight."""
-
-    def __init__(self, names: dict[torch.Tensor, str]) -> None:
-        self.of: dict[Any, tuple[_Piece, int]] = {}
-        self._names = names
-        self._casts: dict[tuple[torch.Tensor, int], list[Any]] = {}
-        """The nodes of the casts of a weight that a micro-batch uses, each as often as it is used."""
-        self._around: set[Any] = set()
-        """Those that were made around layers."""
-
-    def add(self, piece: _Piece, number: int, roots: list[torch.Tensor], begins_at: float) -> None:
-        """Note all from these roots on, up to a cut. Raises `ConfigError` for what is of another piece already. The
-        same piece of several micro-batches may share weights, and casts of them, which each goes through by itself; but
-        no cut. `begins_at`: nodes from this sequence number on are of the layer itself."""
-        pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
-        while pending:
-            node = pending.pop()
-            if type(node).__name__ == "AccumulateGrad":
-                node = node.variable
-            if node is None:
-                continue
-            is_joint = isinstance(getattr(node, "joint", None), _Joint)
-            owner = self.of.get(node)
-            if owner is None:
-                self._look_around(node, begins_at)
-            elif owner[0] != piece or (is_joint and owner[1] != number):
-                raise ConfigError(
-                    f"{_CALL}: {self._named(node)} is used by {owner[0][0]} of micro-batch {owner[1]} and by "
-                    f"{piece[0]} of micro-batch {number}, so gradients would not be added up as in plain training; "
-                    f"{_ONE_BY_ONE}"
-                )
-            if type(node).__name__ == "ToCopyBackward0":
-                self._note_cast(node, number)
-            if owner == (piece, number):
-                continue
-            self.of[node] = piece, number
-            if not is_joint and not isinstance(node, torch.Tensor):
-                pending += [following for following, _ in node.next_functions]
-
-    def _look_around(self, node: Any, begins_at: float) -> None:
-        """Note a cast that was made around layers, and refuse a reentrant checkpoint there."""
-        kind = type(node).__name__
-        if kind not in ("ToCopyBackward0", "CheckpointFunctionBackward") or sequence_number(node) >= begins_at:
-            return
-        if kind == "CheckpointFunctionBackward":
+def _own(
+    roots: list[torch.Tensor],
+    piece_of: tuple[_Piece, int],
+    owners: dict[Any, tuple[_Piece, int]],
+    casts: dict[tuple[torch.Tensor, int], list[bool]],
+    names: dict[torch.Tensor, str],
+) -> None:
+    """Note for each node of the graph from these roots on, up to a cut, and for each weight, that it is of a piece of
+    the micro-batch with this number. Raises `ConfigError` for what is of another piece already. The same piece of
+    several micro-batches may share weights, and casts of them, which each goes through by itself; but no cut. `casts`:
+    for each use of a weight's cast by a micro-batch, whether the cast was made around layers."""
+    piece, number = piece_of
+    pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            node = node.variable
+        if node is None:
+            continue
+        owner, first = owners.setdefault(node, piece_of)
+        is_joint = isinstance(getattr(node, "joint", None), _Joint)
+        if owner.layer != piece.layer or (is_joint and owner is not piece):
             raise ConfigError(
-                f"{_CALL}: a reentrant checkpoint is around layers, whose graphs are made in backward only; give it "
-                f"use_reentrant=False, or {_ONE_BY_ONE}"
+                f"{_CALL}: {_named(node, names)} is used by {owner} of micro-batch {first} and by {piece} of "
+                f"micro-batch {number}, so gradients would not be added up as in plain training; {_ONE_BY_ONE}"
             )
-        self._around.add(node)
+        _look_around(node, owner, number, casts)
+        if node not in seen and not is_joint and not isinstance(node, torch.Tensor):
+            pending += [following for following, _ in node.next_functions]
+        seen.add(node)
 
-    def _note_cast(self, node: Any, number: int) -> None:
+
+def _look_around(node: Any, piece: _Piece, number: int, casts: dict[tuple[torch.Tensor, int], list[bool]]) -> None:
+    """Note a use of a weight's cast; raise `ConfigError` for a reentrant checkpoint around layers."""
+    kind = type(node).__name__
+    if kind not in ("ToCopyBackward0", "CheckpointFunctionBackward"):
+        return
+    is_around = sequence_number(node) < piece.begins_at
+    if kind == "ToCopyBackward0":
         weight = getattr(node.next_functions[0][0], "variable", None)
         if weight is not None:
-            self._casts.setdefault((weight, number), []).append(node)
+            casts.setdefault((weight, number), []).append(is_around)
+    elif is_around:
+        raise ConfigError(
+            f"{_CALL}: a reentrant checkpoint is around layers, whose graphs are made in backward only; give it "
+            f"use_reentrant=False, or {_ONE_BY_ONE}"
+        )
 
-    def cast_twice(self) -> str:
-        """The name of a weight whose cast a micro-batch uses twice, and not inside of a layer alone."""
-        found = (w for (w, _), nodes in self._casts.items() if len(nodes) > 1 and not self._around.isdisjoint(nodes))
-        return next(map(self._named, found), "")
 
-    def _named(self, node: Any) -> str:
-        if isinstance(node, torch.Tensor):
-            return f"'{self._names[node]}'" if node in self._names else f"an input of shape {list(node.shape)}"
-        joint = getattr(node, "joint", None)
-        if isinstance(joint, _Joint):
-            return f"what a layer gives, of shape {list(joint.tensor.shape)},"
-        return f"the result of {type(node).__name__.removesuffix('Backward0')}"
+def _named(node: Any, names: dict[torch.Tensor, str]) -> str:
+    if isinstance(node, torch.Tensor):
+        return f"'{names[node]}'" if node in names else f"an input of shape {list(node.shape)}"
+    joint = getattr(node, "joint", None)
+    if isinstance(joint, _Joint):
+        return f"what a layer gives, of shape {list(joint.tensor.shape)},"
+    return f"the result of {type(node).__name__.removesuffix('Backward0')}"

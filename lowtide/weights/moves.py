@@ -71,7 +71,6 @@ class Movable:
     parameter: torch.nn.Parameter
     shape: Shape
     is_gradient: bool = field(kw_only=True)
-    nbytes: int = field(init=False)
     gradient: Movable | None = None
     """Of a weight: its gradient, if that moves too."""
     slot: Slot | None = None
@@ -94,8 +93,9 @@ class Movable:
     is_assigned: bool = False
     """Of a gradient: somebody had put it there before the last addition to it."""
 
-    def __post_init__(self) -> None:
-        self.nbytes = self.parameter.nbytes
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.nbytes
 
     @property
     def tensor(self) -> torch.Tensor | None:
