@@ -275,8 +275,8 @@ class WeightMoves:
     def _is_copy_of_nothing(self, item: Movable) -> bool:
         """Whether somebody has put a copy of what a weight shows while it is away in its place, as `model.double()`
         does."""
-        tensor = item.parameter
-        if self.device.type == "cpu" or item.is_gradient or item.is_here or item.is_away:
+        tensor, was_here = item.parameter, item.buffer is not None and item.event is None
+        if self.device.type == "cpu" or item.is_gradient or was_here or item.is_away or item.version is None:
             return False
         return tensor.dtype.is_floating_point and bool(tensor.isnan().all())
 

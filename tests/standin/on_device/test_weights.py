@@ -227,3 +227,16 @@ def test_a_model_that_is_cast_while_its_weights_are_away_is_put_back(types: tupl
         call()
     handle.remove()
     assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_that_are_not_numbers_are_weights() -> None:
+    model = _small()
+    handle = lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=1)
+    with handle.here():
+        for parameter in model.parameters():
+            parameter.data = parameter.data * float("nan")
+    with handle.here():
+        assert all(bool(parameter.isnan().all()) for parameter in model.parameters())
+    handle.remove()
+    with lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=1):
+        assert all(bool(value.isnan().all()) for value in model.state_dict().values())
