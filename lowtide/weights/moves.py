@@ -27,8 +27,8 @@ left to that.
 
 What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
 
-Cost: a sum of a tensor's bytes each time that it goes, which an accelerator's host waits for. Not covered: what is a
-use, and when (swap.py).
+Cost: a sum of a tensor's bytes each time that it comes, and that it goes, for which an accelerator's host waits. Not
+covered: what is a use, and when (swap.py).
 """
 
 from __future__ import annotations
@@ -574,8 +574,8 @@ class WeightMoves:
             version = version_of(tensor)
             engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
             engine.copy_out(item.buffer, item.slot)
-            item.total = _sum_of(item.buffer)
             item.leaving = engine.record(Lane.OUT), version
+            item.total = _sum_of(item.buffer)
             self.stats.sent_bytes += item.nbytes
             return True
 
