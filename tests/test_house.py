@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_631,
+    "lines": 56_615,
     "files": 239,
     "classes": 438,
     "files that one other file imports": 33,
