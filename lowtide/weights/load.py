@@ -52,9 +52,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str], *, device: torch.devi
     try:
         incoming.promise()
         incoming.take_rest()
-    except BaseException:
+    finally:
         incoming.give_back()
-        raise
 
 
 class Incoming:
@@ -107,7 +106,7 @@ class Incoming:
             self.take(tensor)
 
     def give_back(self) -> None:
-        """Leave parameters that were not taken as they were."""
+        """Leave parameters that were not taken as they were. Idempotent."""
         for tensor, before in self._before.items():
             _exchange(tensor, before)
         self._before.clear()

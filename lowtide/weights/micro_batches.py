@@ -4,9 +4,9 @@ What: micro-batches one after the other fetch each layer twice a micro-batch, fo
 a layer runs forward for one micro-batch after the other before the layer above begins, and so it is, downwards, in
 backward (the order that GreedySnake takes). So a step fetches a layer twice, however many micro-batches it has.
 
-Backward: at the entry and the exit of each layer the graph is *cut*: what goes on is the same bytes, with a node of its
-own that holds on to the gradient instead of passing it on. Why the bits are plain's: a graph that is cut falls into
-pieces (the backward of a layer, and what stands between), and a piece is run once, with all that arrives for it, in
+Backward: at the exit of each layer the graph is *cut*: what goes on is the same bytes, with a node of its own that
+holds on to the gradient instead of passing it on. Why the bits are plain's: a graph that is cut falls into pieces (what
+follows the layers; each layer, with what goes into it), and a piece is run once, with all that arrives for it, in
 autograd's own order. A sum is formed inside of one piece, or over micro-batches, which come in order. `check` refuses
 graphs in which that is not so: where a tensor or a weight is used by two pieces, the sum would have another order.
 `run_backward` refuses one that draws random numbers or writes into buffers: plain's has done so before the next
@@ -39,7 +39,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections import Counter
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -53,7 +53,14 @@ from lowtide.errors import ConfigError
 from lowtide.pipeline.overlap import Baton, as_this_thread
 from lowtide.profiling.untouched import to_the_end
 from lowtide.tensors.modes import Modes
-from lowtide.tensors.private import top_saved_tensors_hooks, tree_leaves, tree_map_only, version_of
+from lowtide.tensors.private import (
+    next_sequence_number,
+    sequence_number,
+    top_saved_tensors_hooks,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+)
 from lowtide.tensors.remembered import Record
 from lowtide.tensors.snapshot import process_states, take
 
@@ -91,20 +98,17 @@ class _CutGraph(torch.autograd.Function):
 
 
 @dataclass(eq=False, slots=True)
-class _LayerRun:
-    """A layer's forward in one micro-batch, between its cuts."""
+class _Piece:
+    """A part of the graph of a micro-batch between cuts: a layer and what goes into it, or what follows the layers."""
 
-    name: str
-    given: list[_Joint] = field(default_factory=list)
+    layer: str | None
+    begins_at: float
+    """Nodes with this sequence number or a later one are the layer's own."""
     made: list[_Joint] = field(default_factory=list)
-    copies: list[Any] = field(default_factory=list)
-    """What the layer was called with instead of what its caller has, while it runs."""
-    leaves: list[Any] = field(default_factory=list)
-    """What was in them when it began."""
+    """Where what the layer gives was cut."""
 
-
-_Piece = tuple[str, str | None]
-"""A part of the graph between cuts: its name for people, and the layer whose forward it is (None: around layers)."""
+    def __str__(self) -> str:
+        return "what follows the layers" if self.layer is None else f"'{self.layer}'"
 
 
 @dataclass(eq=False, slots=True)
@@ -117,50 +121,31 @@ class MicroBatch:
     """More come after it, and its weights are to be the same for their forwards."""
     at_layer: Callable[[Collection[str]], None] = lambda parts: None
     """Called before a layer begins, with names of parts of the model: around the layers, the last one, and this."""
-    runs: list[_LayerRun] = field(default_factory=list)
+    runs: list[_Piece] = field(default_factory=list)
     loss: torch.Tensor | None = None
     is_complete: bool = False
     """Its forward is over."""
     _root: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
-    def enter(self, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """A layer begins: what it is given instead."""
-        run = _LayerRun(name)
-        self.runs.append(run)
-        own = [*args, *kwargs.values()]
-        values = self._cut(own, run.given)
-        run.copies = [value for value, mine in zip(values, own, strict=True) if value is not mine]
-        run.leaves = tree_leaves(run.copies)
-        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+    def enter(self, name: str) -> None:
+        """A layer begins."""
+        self.runs.append(_Piece(name, next_sequence_number()))
 
     def leave(self, output: Any) -> Any:
-        """That layer is over: what it gives instead. Raises `ConfigError` if it wrote into a collection that had to be
-        copied: the caller would not see it."""
-        run = self.runs[-1]
-        leaves = tree_leaves(run.copies)
-        if len(leaves) != len(run.leaves) or any(a is not b for a, b in zip(leaves, run.leaves, strict=True)):
-            raise ConfigError(f"{_CALL}: '{run.name}' writes into a collection that it was given; {_ONE_BY_ONE}")
-        run.copies, run.leaves = [], []
-        return self._cut([output], run.made)[0]
-
-    def _cut(self, values: list[Any], joints: list[_Joint]) -> list[Any]:
-        """Each value with its tensors cut; one without any is the caller's own object, which may be written into."""
-        known: dict[int, torch.Tensor] = {}
+        """That layer is over: what it gives instead, with its tensors cut. What has none of a graph is the same object,
+        which may be written into."""
+        made, known = self.runs[-1].made, dict[int, torch.Tensor]()
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            if id(tensor) not in known:
-                joints.append(_Joint(self, tensor, tensor.grad_fn))
-                cut_off = _CutGraph.apply(self._root, tensor.detach(), joints[-1])
+            if tensor.requires_grad and id(tensor) not in known:
+                made.append(_Joint(self, tensor, tensor.grad_fn))
+                cut_off = _CutGraph.apply(self._root, tensor.detach(), made[-1])
                 assert isinstance(cut_off, torch.Tensor)
                 known[id(tensor)] = cut_off
-            return known[id(tensor)]
+            return known.get(id(tensor), tensor)
 
-        def is_cut(value: Any) -> bool:
-            return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
-
-        return [tree_map_only(torch.Tensor, cut, value) if is_cut(value) else value for value in values]
+        has_graph = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        return tree_map_only(torch.Tensor, cut, output) if has_graph else output
 
     def let_go(self) -> None:
         """Forget the graph. The node of a cut leads here, and no collector of garbage sees a cycle through a node."""
@@ -168,13 +153,10 @@ class MicroBatch:
         self.runs.clear()
 
     def pieces(self) -> list[tuple[_Piece, list[torch.Tensor]]]:
-        """What each part of the graph between cuts begins at in backward."""
+        """The parts of the graph between cuts, and what each begins at in backward."""
         assert self.loss is not None
-        found: list[tuple[_Piece, list[torch.Tensor]]] = [(("what follows the layers", None), [self.loss])]
-        for run in self.runs:
-            found.append(((f"'{run.name}'", run.name), [joint.tensor for joint in run.made]))
-            found.append(((f"what goes into '{run.name}'", None), [joint.tensor for joint in run.given]))
-        return found
+        runs = [(run, [joint.tensor for joint in run.made]) for run in self.runs]
+        return [(_Piece(None, math.inf), [self.loss]), *runs]
 
 
 class Forwards:
@@ -198,7 +180,7 @@ class Forwards:
         handed over."""
         batch = self._current
         if batch is not None:
-            batch.at_layer({"", name, *(run.name for run in batch.runs[-1:])})
+            batch.at_layer({"", name, *(run.layer or "" for run in batch.runs[-1:])})
             self._current = batch
         return batch
 
@@ -385,12 +367,11 @@ def run_backward(
         batch.loss = None
         check_after("what follows the layers")
     while batches[0].runs:
-        name = batches[0].runs[-1].name
+        name = batches[0].runs[-1].layer
+        assert name is not None
         for batch in batches:
             before(batch)
-            run = batch.runs.pop()
-            _send(run.made)
-            _send(run.given)
+            _send(batch.runs.pop().made)
             check_after(f"'{name}'")
         after(name)
 
@@ -408,34 +389,33 @@ def check(
     """Raise `ConfigError` for graphs whose pieces would form other sums than plain's, or keep gradients of all layers.
     `names`: of parameters. `parts`: the weights of each part of the model that comes and goes.
 
-    Returns the name of a weight that a forward casts twice around layers, or an empty string. Autocast makes one cast
-    of both, and adds their gradients in its dtype; forwards that take turns make two."""
-    first = [run.name for run in batches[0].runs]
+    Returns the name of a weight whose cast a forward uses twice, not only inside of a layer, or an empty string.
+    Autocast makes one cast of both, and adds their gradients in its dtype; forwards that take turns make two."""
+    first = [run.layer for run in batches[0].runs]
     repeated = next((name for name in first if first.count(name) > 1), None)
     if repeated is not None:
         raise ConfigError(f"{_CALL}: '{repeated}' runs more than once in a forward; {_ONE_BY_ONE}")
     owners: dict[Any, tuple[_Piece, int]] = {}
-    casts: Counter[tuple[Any, int]] = Counter()
+    casts: dict[tuple[torch.Tensor, int], list[bool]] = {}
     for number, batch in enumerate(batches, 1):
-        if [run.name for run in batch.runs] != first:
+        if [run.layer for run in batch.runs] != first:
             raise ConfigError(f"{_CALL}: micro-batch {number} runs other layers than the first one; {_ONE_BY_ONE}")
         for run in batch.runs:
-            if any(joint.tensor.grad_fn is not joint.node for joint in (*run.given, *run.made)):
+            if any(joint.tensor.grad_fn is not joint.node for joint in run.made):
                 raise ConfigError(
-                    f"{_CALL}: what '{run.name}' was given or gave was written into through another tensor; "
-                    f"{_ONE_BY_ONE}"
+                    f"{_CALL}: what '{run.layer}' gave was written into through another tensor; {_ONE_BY_ONE}"
                 )
         for piece, roots in batch.pieces():
-            _own(roots, (piece, number), owners, names, casts)
+            _own(roots, (piece, number), owners, casts, names)
     for part, weights in parts.items():
         for weight in weights:
-            (user, layer), _ = owners.get(weight, (("", part), 0))  # not used at all
-            if weight not in parts.get(layer or "", ()):
+            user, _ = owners.get(weight, (None, 0))
+            if user is not None and weight not in parts.get(user.layer or "", ()):
                 raise ConfigError(
                     f"{_CALL}: '{names[weight]}' is used by {user}, and it is there for '{part}', all of whose "
                     f"results must be tensors, or tuples, lists or dicts of them; {_ONE_BY_ONE}"
                 )
-    return next((_named(leaf, names) for (leaf, _), count in casts.items() if count > 1), "")
+    return next((_named(weight, names) for (weight, _), around in casts.items() if len(around) > 1 and any(around)), "")
 
 
 def check_unwritten(before: Mapping[Any, torch.Tensor | None], after: Mapping[Any, torch.Tensor | None]) -> None:
@@ -452,45 +432,52 @@ def check_unwritten(before: Mapping[Any, torch.Tensor | None], after: Mapping[An
 
 def _own(
     roots: list[torch.Tensor],
-    piece: tuple[_Piece, int],
+    piece_of: tuple[_Piece, int],
     owners: dict[Any, tuple[_Piece, int]],
+    casts: dict[tuple[torch.Tensor, int], list[bool]],
     names: dict[torch.Tensor, str],
-    casts: Counter[tuple[Any, int]],
 ) -> None:
-    """Note for each node of the graph from these roots on, up to a cut, and for each weight, that it is of `piece`, of
-    a micro-batch with that number. Raises `ConfigError` for what is of another piece already. The same piece of several
-    micro-batches may share weights, and casts of them, which each goes through by itself; but no cut. `casts`: how
-    often each micro-batch casts a weight around layers."""
-    (name, layer), number = piece
+    """Note for each node of the graph from these roots on, up to a cut, and for each weight, that it is of a piece of
+    the micro-batch with this number. Raises `ConfigError` for what is of another piece already. The same piece of
+    several micro-batches may share weights, and casts of them, which each goes through by itself; but no cut. `casts`:
+    for each use of a weight's cast by a micro-batch, whether the cast was made around layers."""
+    piece, number = piece_of
     pending: list[Any] = [root if root.grad_fn is None else root.grad_fn for root in roots]
+    seen: set[Any] = set()
     while pending:
         node = pending.pop()
         if type(node).__name__ == "AccumulateGrad":
             node = node.variable
         if node is None:
             continue
-        is_cast = layer is None and type(node).__name__ == "ToCopyBackward0"
-        leaf = getattr(node.next_functions[0][0], "variable", None) if is_cast else None
-        if leaf is not None:
-            casts[leaf, number] += 1
-        owner = owners.get(node, piece)
+        owner, first = owners.setdefault(node, piece_of)
         is_joint = isinstance(getattr(node, "joint", None), _Joint)
-        if owner[0] != piece[0] or (is_joint and owner != piece):
-            (other, _), number_of_other = owner
+        if owner.layer != piece.layer or (is_joint and owner is not piece):
             raise ConfigError(
-                f"{_CALL}: {_named(node, names)} is used by {other} of micro-batch {number_of_other} and by {name} of "
+                f"{_CALL}: {_named(node, names)} is used by {owner} of micro-batch {first} and by {piece} of "
                 f"micro-batch {number}, so gradients would not be added up as in plain training; {_ONE_BY_ONE}"
             )
-        if layer is None and type(node).__name__ == "CheckpointFunctionBackward":
-            raise ConfigError(
-                f"{_CALL}: a reentrant checkpoint is around layers, whose graphs are made in backward only; give it "
-                f"use_reentrant=False, or {_ONE_BY_ONE}"
-            )
-        if node in owners and owner == piece:
-            continue
-        owners[node] = piece
-        if not is_joint and not isinstance(node, torch.Tensor):
+        _look_around(node, owner, number, casts)
+        if node not in seen and not is_joint and not isinstance(node, torch.Tensor):
             pending += [following for following, _ in node.next_functions]
+        seen.add(node)
+
+
+def _look_around(node: Any, piece: _Piece, number: int, casts: dict[tuple[torch.Tensor, int], list[bool]]) -> None:
+    """Note a use of a weight's cast; raise `ConfigError` for a reentrant checkpoint around layers."""
+    kind = type(node).__name__
+    if kind not in ("ToCopyBackward0", "CheckpointFunctionBackward"):
+        return
+    is_around = sequence_number(node) < piece.begins_at
+    if kind == "ToCopyBackward0":
+        weight = getattr(node.next_functions[0][0], "variable", None)
+        if weight is not None:
+            casts.setdefault((weight, number), []).append(is_around)
+    elif is_around:
+        raise ConfigError(
+            f"{_CALL}: a reentrant checkpoint is around layers, whose graphs are made in backward only; give it "
+            f"use_reentrant=False, or {_ONE_BY_ONE}"
+        )
 
 
 def _named(node: Any, names: dict[torch.Tensor, str]) -> str:

@@ -27,8 +27,8 @@ left to that.
 
 What comes next is known from what came after the same use the last time; what is needed last in that row goes first.
 
-Cost: a sum of a tensor's bytes each time that it goes, which an accelerator's host waits for. Not covered: what is a
-use, and when (swap.py).
+Cost: a sum of a tensor's bytes each time that it comes, and that it goes, for which an accelerator's host waits. Not
+covered: what is a use, and when (swap.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ import gc
 import math
 import threading
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -72,29 +71,31 @@ class Movable:
     parameter: torch.nn.Parameter
     shape: Shape
     is_gradient: bool = field(kw_only=True)
-    nbytes: int = field(init=False)
+    gradient: Movable | None = None
+    """Of a weight: its gradient, if that moves too."""
     slot: Slot | None = None
+    host: torch.Tensor | None = None
+    """The bytes in the slot, in main memory. Right while no copy is under way."""
     away: torch.Tensor | None = None
     """What the tensor shows while its bytes are in the slot."""
     buffer: torch.UntypedStorage | None = None
     """Its bytes on the device, or where they will arrive."""
     event: Event | None = None
     """Behind the copy in that is under way."""
-    fetched_version: int = 0
-    """Of the tensor when that copy began."""
     version: int | None = None
     """Of the tensor when the slot had the same bytes; None: the slot has others."""
     leaving: tuple[Event, int] | None = None
     """Behind the copy out that is under way, and the version that it copies."""
-    should_go: bool = False
-    """It is dropped once it has left."""
     total: torch.Tensor | None = None
-    """The sum of its bytes when they arrived."""
+    """The sum of its bytes when the slot had the same the last time."""
     num_assigned: int = 0
     """How often somebody else has put other memory in its place."""
+    is_assigned: bool = False
+    """Of a gradient: somebody had put it there before the last addition to it."""
 
-    def __post_init__(self) -> None:
-        self.nbytes = self.parameter.nbytes
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.nbytes
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -116,6 +117,11 @@ class Movable:
         """Whether the slot has the same bytes."""
         tensor = self.tensor
         return tensor is not None and self.version == version_of(tensor)
+
+    @property
+    def can_go(self) -> bool:
+        """Whether the slot has the bytes that are in the buffer."""
+        return self.is_here and self.leaving is None and self.is_clean
 
 
 def _shows(tensor: torch.Tensor | None, storage: torch.UntypedStorage | None) -> bool:
@@ -212,17 +218,12 @@ class WeightMoves:
         self.here_bytes = 0
         self.items: dict[int, Movable] = {}
         """By the storage that has the bytes now, or that stands for them while they are away."""
-        self.hosts: dict[Movable, torch.Tensor] = {}
-        """The bytes in each slot as a tensor of main memory. Right while no copy is under way."""
         self.lock = threading.RLock()
         self._tiers = tiers
         self._here: dict[Movable, None] = {}
         """What takes memory of the device, longest unused first."""
-        self._leaving: deque[Movable] = deque()
         self._pass = -1
         """The backward pass that was seen last."""
-        self.assigned: set[Movable] = set()
-        """Gradients that somebody had put there before the last addition to them."""
         self._left: list[tuple[Slot, torch.Tensor]] = []
         """Slots that belong to what somebody has kept, and what shows them."""
         self._has_warned = False
@@ -231,14 +232,13 @@ class WeightMoves:
 
     def place(self, item: Movable) -> None:
         """Reserve the item's place on a slower tier. Raises `TierFull` where none has room."""
-        assert item.slot is None
         for tier in self._tiers:
             with contextlib.suppress(*(() if tier == self._tiers[-1] else (TierFull,))):
                 item.slot, view = self.engine.allocate_visible(item.nbytes, tier)
                 break
         with quiet():
             start = int(view.storage_offset())
-            self.hosts[item] = item.away = item.shape.over(view.untyped_storage()[start : start + item.nbytes])
+            item.host = item.away = item.shape.over(view.untyped_storage()[start : start + item.nbytes])
             if self.device.type != "cpu":
                 item.away = nan_in_place_of(item.shape, self.device)
             self.items[storage_key(item.away.untyped_storage())] = item
@@ -248,13 +248,15 @@ class WeightMoves:
         tensor = item.tensor
         if tensor is None or item.is_here or item.is_away:
             return tensor is not None
+        if self._is_copy_of_nothing(item):
+            self.put_copied_back()
         if not self._is_alike(item):
             return False
         item.num_assigned += 1
         with quiet():
             shape, storage = Shape.of(tensor), tensor.untyped_storage()
             # Of a gradient that autograd has made, it holds parts itself.
-            is_fresh = item.is_gradient and item not in self.assigned
+            is_fresh = item.is_gradient and not item.is_assigned
             is_shared = not is_fresh and self._is_held(item, storage)
             self._wait_out(item)
             self._forget(item)
@@ -269,6 +271,29 @@ class WeightMoves:
             item.buffer = storage
             self._count(item)
         return True
+
+    def _is_copy_of_nothing(self, item: Movable) -> bool:
+        """Whether somebody has put a copy of what a weight shows while it is away in its place, as `model.double()`
+        does."""
+        tensor, was_here = item.parameter, item.buffer is not None and item.event is None
+        if self.device.type == "cpu" or item.is_gradient or was_here or item.is_away or item.version is None:
+            return False
+        return tensor.dtype.is_floating_point and bool(tensor.isnan().all())
+
+    def put_copied_back(self) -> None:
+        """Have weights show what they showed before somebody copied that. Raises RuntimeError if there are such."""
+        with self.lock, quiet():
+            copied = [item for item in dict.fromkeys(self.items.values()) if self._is_copy_of_nothing(item)]
+            for item in copied:
+                self._forget(item)
+                assert item.away is not None
+                item.parameter.data = item.away
+                item.version = version_of(item.parameter)
+        if copied:
+            raise RuntimeError(
+                f"lowtide: {copied[0].name} was copied while it was not on {self.device} (model.to(), .data =), and "
+                "is as it was before; do that inside of 'with handle.here():', or after remove()"
+            )
 
     def _is_alike(self, item: Movable) -> bool:
         """Whether what is in the item's place could move as the item does."""
@@ -304,7 +329,7 @@ class WeightMoves:
         if self.device.type == "cpu":
             return not self._is_held(item, item.away.untyped_storage(), num_own=3)
         if not item.is_clean:  # a fill, which is all that one number in the place of many lets through
-            for each in self.hosts:
+            for each in {*self.items.values()}:
                 if each.is_away and each.away is not None and each.tensor is not None:
                     each.version = version_of(each.tensor)
                     each.away.untyped_storage().copy_(nan_in_place_of(each.shape, self.device).untyped_storage())
@@ -325,12 +350,7 @@ class WeightMoves:
                 f"lowtide: {item.name} was given other memory, and what its .data showed while it was away, which has "
                 "no bytes, is kept; put that back, and exchange .data inside of 'with handle.here():'"
             )
-        item.slot = None
-        try:
-            self.place(item)
-        except TierFull:
-            item.slot = slot
-            raise
+        self.place(item)
         self.items.pop(storage_key(shown.untyped_storage()))
         self._left.append((slot, shown))
 
@@ -359,21 +379,26 @@ class WeightMoves:
         if item in self._here:
             del self._here[item]
             self.here_bytes -= item.nbytes
-        item.buffer = item.event = item.total = None
-        item.should_go = False
+        item.buffer = item.event = None
 
     # -- uses ----------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def keeping(self, items: tuple[Movable, ...]) -> Iterator[None]:
+        """Within, these items do not leave."""
+        self.order.open.append(items)
+        try:
+            yield
+        finally:
+            self.order.open.remove(items)
 
     @contextlib.contextmanager
     def using(self, key: Use, items: Iterable[Movable]) -> Iterator[None]:
         """`use`, and these items stay until its end."""
         needed = tuple(items)
-        self.order.open.append(needed)
-        try:
+        with self.keeping(needed):
             self.use(key, needed)
             yield
-        finally:
-            self.order.open.remove(needed)
 
     def bring(self, items: Iterable[Movable]) -> None:
         """Have these items on the device, out of turn."""
@@ -407,17 +432,15 @@ class WeightMoves:
         with self.lock, quiet():
             needed = tuple(items)
             self.order.begin(key, needed, expected)
-            self.retire(False)
+            self._retire()
             self._bring(needed)
             self._fetch_ahead(key, set(needed))
 
     def _bring(self, needed: tuple[Movable, ...]) -> None:
         for item in needed:
-            item.should_go = False
             self._see(item)
             if item in self._here:
-                del self._here[item]
-                self._here[item] = None  # used last
+                self._here[item] = self._here.pop(item)  # used last
         missing = [item for item in needed if item.buffer is None and self.is_free(item)]
         self._make_room(sum(item.nbytes for item in missing), set(needed))
         for item in missing:
@@ -444,7 +467,7 @@ class WeightMoves:
             missing = [item for item in items if item.buffer is None and self.is_free(item)]
             wanted = sum(item.nbytes for item in missing)
             needed |= set(items)
-            if number > _MOST_AHEAD or not self._has_room(wanted, needed, number):
+            if number > _MOST_AHEAD or not self._make_room(wanted, needed, later_than=number):
                 return
             try:
                 for item in missing:
@@ -452,35 +475,24 @@ class WeightMoves:
             except torch.OutOfMemoryError:
                 return  # its own use will make room
 
-    def _has_room(self, nbytes: int, needed: set[Movable], distance: int) -> bool:
-        """Whether so many bytes find room, without waiting, where what is used later than at `distance` may go."""
-        if self._taken_bytes + nbytes <= self.stats.window_bytes:
+    def _make_room(self, nbytes: int, needed: set[Movable], later_than: int | None = None) -> bool:
+        """Send away what is used last until there is room for so many bytes, if there can be. With `later_than`, only
+        what is used later than that many uses from now, and goes without waiting."""
+        excess = self._taken_bytes + nbytes - self.stats.window_bytes
+        if excess <= 0:
             return True
         needed = self.order.stay_with(needed)
-        later = [item for item in self._here if item not in needed and self.order.distance(item) > distance]
-        clean = [item for item in later if item.is_here and item.leaving is None and item.is_clean]
-        if self._taken_bytes + nbytes - sum(item.nbytes for item in clean) > self.stats.window_bytes:
-            return False
-        self._make_room(nbytes, needed, clean)
-        return self._taken_bytes + nbytes <= self.stats.window_bytes
-
-    def _make_room(self, nbytes: int, needed: set[Movable], among: list[Movable] | None = None) -> None:
-        """Send away what is used last until there is room for so many bytes."""
-        if self._taken_bytes + nbytes <= self.stats.window_bytes:
-            return
-        needed = self.order.stay_with(needed)
-        candidates = [item for item in self._here if item not in needed] if among is None else among
+        candidates = [item for item in self._here if item not in needed]
+        if later_than is not None:
+            candidates = [i for i in candidates if i.can_go and self.order.distance(i) > later_than]
+            if sum(item.nbytes for item in candidates) < excess:
+                return False
         candidates.sort(key=lambda item: -self.order.distance(item))
         leaving: list[Movable] = []
-        for item in candidates:
-            if self._taken_bytes + nbytes - sum(i.nbytes for i in leaving) <= self.stats.window_bytes:
-                break
-            self._arrive(item)
-            self.leave(item)
-            if item.buffer is not None:
-                leaving.append(item)
-        if self._taken_bytes + nbytes > self.stats.window_bytes:
-            self.retire(True)
+        while candidates and sum(item.nbytes for item in leaving) < excess:
+            leaving.append(candidates.pop(0))
+        self.hide(leaving)
+        return self._taken_bytes + nbytes <= self.stats.window_bytes
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -490,7 +502,7 @@ class WeightMoves:
         assert item.slot is not None and item.buffer is None and tensor is not None
         if self.device.type == "cpu" and tensor.is_shared():
             raise RuntimeError(f"lowtide: {item.name} is shared by processes now; call remove() of the handle before")
-        item.fetched_version = version_of(tensor)
+        item.version = version_of(tensor)
         buffer = engine.new_buffer(item.nbytes, self.device)
         engine.wait(Lane.IN, engine.record(Lane.COMPUTE))
         item.buffer = buffer
@@ -512,7 +524,7 @@ class WeightMoves:
             if error is not None:
                 raise RuntimeError(f"lowtide: {item.name} could not be read back from the {_tier(item)}: {error}")
             return
-        if version_of(tensor) != item.fetched_version:  # written to in its slot, by whoever read it there, meanwhile
+        if not item.is_clean:  # written to in its slot, by whoever read it there, meanwhile
             self._forget(item)
             self._bring((item,))
             return
@@ -520,29 +532,21 @@ class WeightMoves:
             self._forget(item)
             return
         tensor.data = item.shape.over(item.buffer)
-        item.version = version_of(tensor)
         item.event = None
-        if item.total is None:
-            item.total = _sum_of(item.buffer)
+        item.total = _sum_of(item.buffer)
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def leave(self, item: Movable) -> None:
-        """Send the item away: at once if the slot has its bytes, else once they are there; not within a use of it."""
+        """Let go of the item's bytes on the device if the slot has the same, and nobody has written to them through
+        `.data`; else send them. Not within a use of it."""
         if any(item in items for items in self.order.open):
             return
-        if item.leaving is not None:
-            item.should_go = True
-        elif item.is_here and item.is_clean and self._has_same_sum(item):
+        buffer, total = item.buffer, item.total
+        if item.can_go and buffer is not None and total is not None and torch.equal(total, _sum_of(buffer)):
             self._drop(item)
-        elif self.send(item):
-            item.should_go = True
-        elif not item.is_here:  # gone, or not ours any more
+        elif not self.send(item) and not item.is_here:  # gone, or not ours any more
             self._forget(item)
-
-    def _has_same_sum(self, item: Movable) -> bool:
-        """Whether the buffer has what the slot has, also if somebody wrote to it through `.data`."""
-        return item.total is None or item.buffer is None or torch.equal(item.total, _sum_of(item.buffer))
 
     def sums(self, items: Iterable[Movable]) -> dict[Movable, torch.Tensor | None]:
         """The sum of each item's bytes as they are now; None for one that was never seen."""
@@ -551,13 +555,12 @@ class WeightMoves:
 
     def _drop(self, item: Movable) -> None:
         """Have the tensor show its slot, and let go of the buffer."""
-        tensor, total = item.tensor, item.total
+        tensor = item.tensor
         assert tensor is not None and item.away is not None and item.buffer is not None
         if self._is_held(item, item.buffer):
             return
         tensor.data = item.away
         self._forget(item)
-        item.total = total
 
     def send(self, item: Movable) -> bool:
         """Start the copy of the item's bytes to its slot. False where there is nothing that could be sent."""
@@ -571,61 +574,55 @@ class WeightMoves:
             version = version_of(tensor)
             engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
             engine.copy_out(item.buffer, item.slot)
-            item.total = _sum_of(item.buffer)
             item.leaving = engine.record(Lane.OUT), version
-            self._leaving.append(item)
+            item.total = _sum_of(item.buffer)
             self.stats.sent_bytes += item.nbytes
             return True
 
-    def retire(self, is_blocking: bool) -> None:
-        """See to the copies out that are complete; `is_blocking`: to all, waiting for them."""
-        with self.lock, quiet():
-            while self._leaving:
-                item = self._leaving[0]
-                assert item.leaving is not None
-                if not is_blocking and not self.engine.query(item.leaving[0]):
-                    return
+    def _retire(self) -> None:
+        """See to the copies out that are complete."""
+        for item in [*self._here]:
+            if item.leaving is not None and self.engine.query(item.leaving[0]):
                 self._wait_out(item)
 
-    def _wait_out(self, item: Movable) -> None:
-        """The item's copy out, if there is one, to its end."""
+    def _wait_out(self, item: Movable) -> bool:
+        """The item's copy out, if there is one, to its end. False if it failed, and the item stays."""
         if item.leaving is None:
-            return
+            return True
         event, version = item.leaving
         self.stats.stall_seconds += block(self.engine, event)
         error = self.engine.failure(event)
         item.leaving = None
-        with contextlib.suppress(ValueError):
-            self._leaving.remove(item)
+        item.version = version if error is None else None
         if error is not None:
-            item.version = None
             warnings.warn(
                 f"lowtide: {item.name} could not be written to the {_tier(item)} ({error}); it stays on {self.device}, "
                 "above the budget, until it can be",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return
-        tensor = item.tensor
-        item.version = version
-        if item.should_go and item.is_here and tensor is not None and version_of(tensor) == version:
-            if self._has_same_sum(item):
-                self._drop(item)
-            else:
-                self.send(item)
+        return error is None
 
-    def hide_all(self) -> None:
-        """Send everything away that does not stay, and wait until main memory and files have it."""
+    def hide(self, items: Iterable[Movable]) -> None:
+        """Have these items leave, and wait until main memory and files have them."""
+        leaving = list(items)
         with self.lock, quiet():
-            for item in [each for each in self._here if each not in self.order.staying]:
+            for item in leaving:
                 self._arrive(item)
                 self.leave(item)
-            self.retire(True)
+            for item in leaving:
+                while item.leaving is not None and self._wait_out(item):
+                    self.leave(item)
+
+    def hide_all(self) -> None:
+        """Have everything leave that does not stay."""
+        with self.lock:
+            self.hide(item for item in self._here if item not in self.order.staying)
 
     def keep_to_window(self) -> None:
         """More is there than room was made for: send away what is needed last, waiting where that is too much."""
         with self.lock, quiet():
-            self.retire(False)
+            self._retire()
             self._make_room(0, set())
 
     def free(self, item: Movable) -> None:
@@ -635,11 +632,12 @@ class WeightMoves:
         if item.slot is not None and item.away is not None:
             self.items.pop(storage_key(item.away.untyped_storage()), None)
             self._left.append((item.slot, item.away))
-            item.slot = item.away = None
-            del self.hosts[item]
+            item.slot = item.host = item.away = None
 
 
 _NEVER = 1 << 30
+_LEAST_WIDTH = 4095
+"""Of the grid whose columns and rows are added up; odd, so that rows of a weight begin in different columns."""
 
 
 def _has_others(storage: torch.UntypedStorage, num_own: int = 2) -> bool:
@@ -654,11 +652,12 @@ def _tier(item: Movable) -> str:
 def _sum_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """A number that changes when a byte does, or its place (but for changes that cancel out)."""
     flat = byte_view(storage)
-    width = math.isqrt(flat.numel() // 8) | 1  # rows of a weight begin in different columns
+    width = max(min(flat.numel() // 8, _LEAST_WIDTH), math.isqrt(flat.numel() // 8) | 1)
     whole = flat.numel() // (8 * width) * (8 * width)
-    columns = flat[:whole].view(torch.int64).view(-1, width).sum(0)
-    factors = torch.arange(1, 2 * width, 2, device=flat.device)
-    return (columns * factors).sum() + flat[whole:].sum(dtype=torch.int64)
+    grid = flat[:whole].view(torch.int64).view(-1, width)
+    sums = torch.cat([grid.sum(0), grid.sum(1), flat[whole:].to(torch.int64)])
+    sums ^= sums >> 32  # highest bits are signs, and two of them add up to nothing
+    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=flat.device)).sum()
 
 
 @contextlib.contextmanager

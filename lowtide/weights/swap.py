@@ -25,7 +25,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -88,11 +88,14 @@ class _Unit:
     kind: str
     """The name of its class."""
     items: list[Movable]
-    gradients: list[Movable] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
+
+    @property
+    def gradients(self) -> list[Movable]:
+        return [item.gradient for item in self.items if item.gradient is not None]
 
     def begin_backward(self, moves: WeightMoves) -> None:
         """Have its weights there, and room for its gradients."""
@@ -182,21 +185,17 @@ def swap_weights(
     mode = update if found is not None else "none"
     window_bytes, found_bytes, staying = _sizes(movable, budget, mode, is_host=place.type == "cpu")
     movable = [unit for unit in movable if unit not in staying]
-    swap: WeightSwap | None = None
-    try:
+    with contextlib.ExitStack() as undo:
         if incoming is not None:
+            undo.callback(incoming.give_back)
             incoming.promise()
         chosen = engine_for(engine, torch.optim.SGD(parameters[:1], lr=0.0), tier)
         moves = WeightMoves(chosen, place, tiers_from(chosen, tier))
         moves.stats.window_bytes = window_bytes
         swap = WeightSwap(model, movable, moves, closes_engine=chosen is not engine)
+        undo.callback(swap.remove)
         swap.attach(found, update, bucket_bytes or found_bytes, incoming)
-    except BaseException:
-        if swap is not None:
-            swap.remove()
-        if incoming is not None:
-            incoming.give_back()
-        raise
+        undo.pop_all()
     return swap
 
 
@@ -320,6 +319,11 @@ def _sizes(
     return window, bucket or None, staying
 
 
+def _has_own_handles(pack: Callable) -> bool:
+    """Whether these hooks call `hold` by themselves, as a plan's do, or save nothing, as those of a checkpoint."""
+    return (getattr(pack, "__module__", None) or "").startswith(("lowtide.", "torch.utils.checkpoint"))
+
+
 def _forget_aliases(model: nn.Module) -> None:
     """After `torch.func.functional_call` a recurrent module keeps aliases of other tensors until its next forward."""
     for module in model.modules():
@@ -339,7 +343,6 @@ class WeightSwap:
         self.weights: dict[torch.Tensor, Movable] = {i.parameter: i for unit in units for i in unit.items}
         """The weights that come and go."""
         self._unit_of = {item: unit for unit in reversed(units) for item in unit.items}
-        self._gradients: dict[torch.Tensor, Movable] = {}
         self._open: list[_Unit] = []
         """Parts whose forward runs now, from the outside in."""
         self._forwards = Forwards(model, [unit.name for unit in units])
@@ -366,16 +369,13 @@ class WeightSwap:
         its bytes just before; None: they are there."""
         moves = self._moves
         if optimizer is not None and self.weights:
-            how: Any = {"overlap": update, "bucket_bytes": bucket_bytes or "auto", "engine": moves.engine}
-            self.optimizer_swap = swap_optimizer(optimizer, weights=self.holding, **how)
+            self._swap_state(optimizer, overlap=update, bucket_bytes=bucket_bytes or "auto")
         self._optimizer = optimizer if update == "step" else None
         self._place_all()
         for item in self.weights.values():
             if incoming is not None:
                 incoming.take(item.parameter)
-            moves.send(item)
-            moves.leave(item)
-            moves.retire(True)
+            moves.hide([item])
         if incoming is not None:
             incoming.take_rest()
         self._put_on_hooks(optimizer)
@@ -386,17 +386,14 @@ class WeightSwap:
         stepped = set() if self._optimizer is None else {*parameters_of(self._optimizer)}
         wanted = sum(item.nbytes * (2 if parameter in stepped else 1) for parameter, item in self.weights.items())
         try:
-            for unit in self._units:
-                for item in unit.items:
-                    if item.slot is None:
-                        self._moves.place(item)
-                    parameter = item.parameter
-                    if parameter in stepped and parameter.requires_grad and parameter not in self._gradients:
-                        gradient = Movable(f"the gradient of {item.name}", parameter, item.shape, is_gradient=True)
-                        self._moves.place(gradient)
-                        self._gradients[parameter] = gradient
-                        self._follow(gradient)
-                unit.gradients = [self._gradients[i.parameter] for i in unit.items if i.parameter in self._gradients]
+            for parameter, item in self.weights.items():
+                if item.slot is None:
+                    self._moves.place(item)
+                if item.gradient is None and item.parameter.requires_grad and parameter in stepped:
+                    gradient = Movable(f"the gradient of {item.name}", item.parameter, item.shape, is_gradient=True)
+                    self._moves.place(gradient)
+                    item.gradient = gradient
+                    self._follow(gradient)
         except TierFull as error:
             raise ConfigError(
                 f"{_CALL}: {format_bytes(wanted)} of weights and gradients have no room on "
@@ -406,20 +403,19 @@ class WeightSwap:
 
     def _put_on_hooks(self, optimizer: torch.optim.Optimizer | None) -> None:
         undo = self._undo
-        modules = {self.model.get_submodule(unit.name): unit for unit in self._units}
-        if self.model not in modules:
-            undo.append(ForwardPatch(self.model, self._around_model, weights=self).close)
-        for module, unit in modules.items():
+        for unit in self._units:
+            module = self.model.get_submodule(unit.name)
             undo.append(ForwardPatch(module, self._around(unit), weights=self).close)
             for inner in module.modules():
-                own = [self.weights[p] for p in inner.parameters(recurse=False) if p in self.weights]
+                own = {name: self.weights[p] for name, p in inner.named_parameters(recurse=False) if p in self.weights}
                 if own:
-                    bring = OwnedHook(self, lambda swap, *_, own=own: swap._moves.bring(own))
-                    undo.append(inner.register_load_state_dict_pre_hook(bring).remove)
+                    load = OwnedHook(self, lambda swap, _, *words, own=own: swap._before_load(own, *words[:3]))
+                    undo.append(inner.register_load_state_dict_pre_hook(load).remove)
+                    show = OwnedHook(self, lambda swap, _, *words, own=own: swap._show_in(own, *words[:2]))
+                    undo.append(inner.register_state_dict_post_hook(show).remove)
+        undo.append(ForwardPatch(self.model, self._around_model, weights=self).close)
         flush = OwnedHook(self, lambda swap, *_: swap.flush())
         undo.append(self.model.register_load_state_dict_post_hook(flush).remove)
-        show = OwnedHook(self, lambda swap, *words: swap._shown_in(words[1]))
-        undo.append(self.model.register_state_dict_post_hook(show).remove)
         if optimizer is not None:
             undo.append(optimizer.register_step_post_hook(lambda *_: self.flush()).remove)
 
@@ -436,16 +432,17 @@ class WeightSwap:
         later call also gives slots back that somebody held before."""
         moves = self._moves
         with moves.lock:
+            moves.put_copied_back()
             moves.order.staying = frozenset()
             _forget_aliases(self.model)
             moves.hide_all()
             if self.optimizer_swap is not None:
                 self.optimizer_swap.detach()
                 self.optimizer_swap = None
-            for item in [*self.weights.values(), *self._gradients.values()]:
+            for item in self._all_items():
                 if moves.is_free(item):
-                    tensor, host = item.tensor, moves.hosts[item]
-                    assert tensor is not None
+                    tensor, host = item.tensor, item.host
+                    assert tensor is not None and host is not None
                     with quiet():
                         plain = torch.empty_strided(*item.shape[:2], dtype=item.shape.dtype, device=self.device)
                         tensor.data = plain.copy_(host)
@@ -472,9 +469,10 @@ class WeightSwap:
             return
         before.detach()
         how: Any = {"resident": resident, "bucket_bytes": bucket_bytes, "num_buffers": num_buffers}
-        self.optimizer_swap = swap_optimizer(
-            before.optimizer, overlap="in_backward", engine=self._moves.engine, weights=self.holding, **how
-        )
+        self._swap_state(before.optimizer, overlap="in_backward", **how)
+
+    def _swap_state(self, optimizer: torch.optim.Optimizer, **how: Any) -> None:
+        self.optimizer_swap = swap_optimizer(optimizer, engine=self._moves.engine, weights=self.holding, **how)
 
     def move_only(self, names: Collection[str], window_bytes: int) -> None:
         """Have the weights of no parts but these come and go, with so many bytes of them there at a time. Of what
@@ -497,13 +495,13 @@ class WeightSwap:
             is_whole = kind == FORWARD and not self._open and torch.is_grad_enabled()
             cuts = self._forwards.at(unit.name) if is_whole else None
             if self._optimizer is not None and any(
-                item.parameter.requires_grad and item.parameter not in self._gradients for item in unit.items
+                item.parameter.requires_grad and item.gradient is None for item in unit.items
             ):
                 self._place_all()  # unfrozen, or in a new group
             self._open.append(unit)
             try:
                 if cuts is not None:
-                    args, kwargs = cuts.enter(unit.name, args, kwargs)
+                    cuts.enter(unit.name)
                 with self._moves.using((kind, unit.name), unit.items), self._holding_saved():
                     output = forward(*args, **kwargs)
             except RuntimeError as error:
@@ -523,8 +521,6 @@ class WeightSwap:
             if torch.is_grad_enabled():
                 self._wait_for_backward(unit, output)
                 output = output if cuts is None else cuts.leave(output)
-            elif not unit.name:
-                self.flush()
             return output
 
         return around
@@ -613,17 +609,13 @@ class WeightSwap:
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
     def _holding_saved(self) -> contextlib.AbstractContextManager[Any]:
-        """Hooks around a part's forward that give handles for weights. The hooks of a plan call `hold` by
-        themselves; a checkpoint region saves nothing."""
+        """Hooks around a part's forward that give handles for weights."""
         if not torch.is_grad_enabled() or not are_saved_tensors_hooks_enabled() or are_transforms_active():
             return contextlib.nullcontext()
         hooks, swap = top_saved_tensors_hooks(), weakref.proxy(self)  # a graph holds its hooks
-        if hooks is None:
-            return saved_tensors_hooks(lambda tensor: swap.hold(tensor) or Kept(tensor), open_handle)
-        module = getattr(hooks[0], "__module__", "")
-        if module.startswith("lowtide.") or module == "torch.utils.checkpoint":
+        if hooks is not None and _has_own_handles(hooks[0]):
             return contextlib.nullcontext()
-        pack, unpack = hooks
+        pack, unpack = hooks or (Kept, open_handle)
         return saved_tensors_hooks(
             lambda tensor: swap.hold(tensor) or pack(tensor),
             lambda held: held.open() if isinstance(held, Shared) else unpack(held),
@@ -659,8 +651,7 @@ class WeightSwap:
 
     def _before_gradient(self, item: Movable) -> None:
         """A gradient is about to be added to one that has left."""
-        is_assigned = item.tensor is not None and not item.is_here and not item.is_away
-        (self._moves.assigned.add if is_assigned else self._moves.assigned.discard)(item)
+        item.is_assigned = item.tensor is not None and not item.is_here and not item.is_away
         if item.is_away:
             self._moves.bring([item])
 
@@ -668,16 +659,14 @@ class WeightSwap:
         """A gradient is complete, for this backward pass."""
         if self._moves.order.gathers:
             return
-        if self._moves.send(item):
-            self._moves.leave(item)
+        self._moves.leave(item)
         self._moves.keep_to_window()
 
     @contextlib.contextmanager
     def holding(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Within, an optimizer may step these parameters: their weights and gradients are on the device."""
-        chosen = list(parameters)
-        weights = [self.weights[p] for p in chosen if p in self.weights]
-        gradients = [self._gradients[p] for p in chosen if p in self._gradients]
+        weights = [self.weights[p] for p in parameters if p in self.weights]
+        gradients = [item.gradient for item in weights if item.gradient is not None]
         items = [*weights, *(item for item in gradients if item.tensor is not None)]
         if not items:
             yield
@@ -694,16 +683,19 @@ class WeightSwap:
         """Send away what is on the device, and block until main memory and files have all of it."""
         self._moves.hide_all()
 
+    def _all_items(self) -> tuple[Movable, ...]:
+        gradients = (item.gradient for item in self.weights.values() if item.gradient is not None)
+        return (*self.weights.values(), *gradients)
+
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
         """Within, all weights and gradients are on the device, whatever the budget: to read or change them there."""
-        items = (*self.weights.values(), *self._gradients.values())
-        self._moves.order.open.append(items)
+        items = self._all_items()
         try:
-            self._moves.bring(item for item in items if item.tensor is not None)
-            yield
+            with self._moves.keeping(items):
+                self._moves.bring(item for item in items if item.tensor is not None)
+                yield
         finally:
-            self._moves.order.open.remove(items)
             self.flush()
 
     def check_copied(self) -> None:
@@ -715,16 +707,23 @@ class WeightSwap:
             "handle.here():', or save model.state_dict()"
         )
 
-    def _shown_in(self, state_dict: dict[str, Any]) -> None:
+    def _before_load(self, own: dict[str, Movable], state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """These weights of a module are about to be loaded."""
+        new = [state_dict[prefix + name] for name in own if prefix + name in state_dict]
+        if metadata.get("assign_to_params_buffers") and any(tensor.device != self.device for tensor in new):
+            raise ConfigError(
+                f"{_CALL}: load_state_dict(assign=True) would put tensors of main memory in place of weights of "
+                f"{self.device} that are swapped; call it without assign"
+            )
+        self._moves.bring(own.values())
+
+    def _show_in(self, own: dict[str, Movable], state_dict: dict[str, Any], prefix: str) -> None:
         """A checkpoint is made: of weights that are away, it has the tensors in main memory."""
-        if self.device.type == "cpu":
-            return  # they are what the parameters show
-        self.flush()
-        for key, value in list(state_dict.items()):
-            if isinstance(value, torch.Tensor) and is_plain(value):
-                item = self._moves.items.get(storage_key(value.untyped_storage()))
-                if item is not None and self._moves.is_free(item):
-                    state_dict[key] = self._moves.hosts[item]
+        for key, item in [(prefix + name, item) for name, item in own.items()]:
+            value = state_dict.get(key)
+            is_shown = isinstance(value, torch.Tensor) and is_plain(value) and self.weight_in(value.untyped_storage())
+            if self.device.type != "cpu" and is_shown is item.parameter and self._moves.is_free(item):
+                state_dict[key] = item.host
 
     @property
     def stats(self) -> WeightStats:

@@ -19,6 +19,7 @@ from torch.distributed import fsdp
 import lowtide
 from lowtide.engines.host import HostEngine
 from lowtide.tensors import private
+from lowtide.weights.moves import _sum_of
 from tests.support.grid import one_of
 from tests.support.virtual_engine import VirtualEngine
 from tests.weights.test_bit_equality import Small
@@ -260,6 +261,19 @@ def test_a_write_past_versions_that_keeps_the_sum(change: Callable[[torch.Tensor
         assert_alike(model, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("size", [(24, 24), (7,)])
+def test_a_sum_of_bytes_sees_what_is_done_to_all_of_a_weight(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight = torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    changed = [weight.neg(), weight.conj_physical() * 1, weight.flip(-1), weight.roll(1, 0), weight * 2]
+    changed.append(weight.abs().to(dtype))
+    for other in changed:
+        one, sums = weight.clone(), []
+        sums.append(_sum_of(one.untyped_storage()))
+        one.copy_(other)
+        assert not torch.equal(sums[0], _sum_of(one.untyped_storage())) or torch.equal(weight, other)
+
+
 @pytest.mark.parametrize("update", ["step", "in_backward"])
 @pytest.mark.parametrize("kind", ["unfrozen", "in a new group"])
 def test_gradients_leave_of_weights_that_are_trained_later(kind: str, update: str) -> None:
@@ -397,6 +411,26 @@ def test_a_weight_that_somebody_keeps_stays_and_leaves_when_he_lets_go() -> None
     handle.remove()
 
 
+@pytest.mark.parametrize("update", ["step", "in_backward"])
+def test_weights_that_are_lent_for_an_evaluation(update: str) -> None:
+    """As averages of weights are, through `.data`: what comes back has the bytes of before, and the slot has others."""
+    model, optimizer, plain, plain_optimizer = two()
+    with lowtide.swap_weights(model, optimizer, min_bytes=1, update=update) as handle:
+        handle._moves.stats.window_bytes = ROOMY
+        for _ in range(3):
+            for each, its_own in ((model, optimizer), (plain, plain_optimizer)):
+                step(each, its_own)
+                own = [parameter.detach().clone() for parameter in each.parameters()]
+                for parameter in each.parameters():
+                    parameter.data.mul_(0.9)
+                loss = each(TOKENS)  # some stay on the device
+                for parameter, before in zip(each.parameters(), own, strict=True):
+                    parameter.data.copy_(before)
+                del loss
+                assert all(map(torch.equal, each.parameters(), own))
+        assert_alike(model, plain)
+
+
 def test_what_is_written_past_its_version_on_its_way_out_goes_all_the_same() -> None:
     """It is sent once more, and leaves when that copy is complete."""
     model, optimizer, *_ = two()
@@ -406,7 +440,7 @@ def test_what_is_written_past_its_version_on_its_way_out_goes_all_the_same() -> 
         weight.detach().add_(1)
         moves.leave(handle.weights[weight])
         expected = weight.data.mul_(0.5).clone()
-        moves.retire(True)
+        moves.hide_all()
         assert handle.weights[weight].is_away
         assert moves.here_bytes == 0
         assert torch.equal(weight, expected)

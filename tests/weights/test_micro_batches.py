@@ -368,8 +368,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "around": (
         _Around,
-        "what a layer gives, of shape [2, 8, 24], is used by what goes into 'layers.0' of micro-batch 1 and by what "
-        f"goes into 'head' of micro-batch 1{_SUMS}",
+        "what a layer gives, of shape [2, 8, 24], is used by 'layers.0' of micro-batch 1 and by 'head' of micro-batch "
+        f"1{_SUMS}",
     ),
     "twice": (_Twice, f"'layers.0' runs more than once in a forward; {_ALONE}"),
     "leaks": (
@@ -379,17 +379,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "remembers": (
         _Remembers,
-        "what a layer gives, of shape [2, 8, 24], is used by what goes into 'head' of micro-batch 1 and by what goes "
-        f"into 'head' of micro-batch 2{_SUMS}",
+        "what a layer gives, of shape [2, 8, 24], is used by 'head' of micro-batch 1 and by 'head' of micro-batch "
+        f"2{_SUMS}",
     ),
     "remembers more": (
         _RemembersMore,
-        "what a layer gives, of shape [2, 8, 24], is used by what goes into 'head' of micro-batch 1 and by what goes "
-        f"into 'head' of micro-batch 2{_SUMS}",
+        "what a layer gives, of shape [2, 8, 24], is used by 'head' of micro-batch 1 and by 'head' of micro-batch "
+        f"2{_SUMS}",
     ),
     "collects": (
         lambda: _Collects(list),
-        f"'layers.1' writes into a collection that it was given; {_ALONE}",
+        f"the result of Add is used by what follows the layers of micro-batch 1 and by 'layers.0' of micro-batch "
+        f"1{_SUMS}",
     ),
     "reentrant": (
         lambda: _of(_Reentrant),
@@ -399,12 +400,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "searches": (_Searches, f"a micro-batch has a backward pass inside of its forward; {_ALONE}"),
     "boxes": (
         _Boxes,
-        "'layers.0.norm.weight' is used by what goes into 'head', and it is there for 'layers.0', all of whose results "
+        "'layers.0.norm.weight' is used by 'head', and it is there for 'layers.0', all of whose results "
         f"must be tensors, or tuples, lists or dicts of them; {_ALONE}",
     ),
     "writes later": (
         _WritesLater,
-        f"what 'layers.0' was given or gave was written into through another tensor; {_ALONE}",
+        f"what 'layers.0' gave was written into through another tensor; {_ALONE}",
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -183,3 +184,59 @@ def test_what_backward_gives_stays_while_all_of_it_is_to_be_here() -> None:
         if handle is not None:
             handle.remove()
     assert all(torch.equal(*pair) for one, other in zip(results[:2], results[2:]) for pair in zip(one, other))
+
+
+def _small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3))).to(HERE)
+
+
+def test_a_checkpoint_of_a_part_has_the_right_numbers() -> None:
+    model = _small()
+    before = {name: value.cpu() for name, value in model[1].state_dict().items()}
+    with lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=1):
+        for prefix in ("", "part."):
+            found = model[1].state_dict(prefix=prefix)
+            assert all(torch.equal(value.cpu(), before[name.removeprefix(prefix)]) for name, value in found.items())
+        model[0].load_state_dict(model[1].state_dict())
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in model[0].state_dict().items())
+
+
+def test_weights_that_are_assigned_from_main_memory_are_refused() -> None:
+    model = _small()
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    with lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=1):
+        with pytest.raises(
+            ConfigError, match=r"^lowtide.swap_weights: load_state_dict\(assign=True\) would put tensors"
+        ):
+            model.load_state_dict(model.state_dict(), assign=True)
+        model.load_state_dict({name: value.to(HERE) for name, value in before.items()}, assign=True)
+        assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("types", [(torch.bfloat16,), (torch.float64, torch.float32)])
+@pytest.mark.parametrize("use", ["forward", "remove"])
+def test_a_model_that_is_cast_while_its_weights_are_away_is_put_back(types: tuple[torch.dtype, ...], use: str) -> None:
+    model = _small()
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    handle = lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=1)
+    for dtype in types:
+        model.to(dtype)
+    call = functools.partial(model, torch.ones(2, 16, device=HERE)) if use == "forward" else handle.remove
+    with pytest.raises(RuntimeError, match=r"^lowtide: .* was copied while it was not on standin:0 \(model.to"):
+        call()
+    handle.remove()
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_that_are_not_numbers_are_weights() -> None:
+    model = _small()
+    handle = lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=1)
+    with handle.here():
+        for parameter in model.parameters():
+            parameter.data = parameter.data * float("nan")
+    with handle.here():
+        assert all(bool(parameter.isnan().all()) for parameter in model.parameters())
+    handle.remove()
+    with lowtide.swap_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), min_bytes=1):
+        assert all(bool(value.isnan().all()) for value in model.state_dict().values())
