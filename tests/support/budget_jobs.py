@@ -30,7 +30,7 @@ from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
 WIDTH, INNER, VOCABULARY, LENGTH = 16, 64, 32, 48
-NUM_BLOCKS = 8
+NUM_BLOCKS = 4
 
 
 class Block(nn.Module):
@@ -126,7 +126,7 @@ class Rank:
         product = linear if self.puts_off else nn.functional.linear
         blocks: list[nn.Module] = [Block(self.inner, product=product) for _ in range(NUM_BLOCKS)]
         if self.experts:
-            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS // 2)]
+            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS)]
         each = len(blocks) // number
         every = [
             Stage(blocks[each * stage : each * (stage + 1)], first=stage == 0, last=stage == number - 1)
