@@ -20,7 +20,7 @@ NAMES = ("zb_v", "interleaved")
 MORE_NAMES = ("1f1b", "gpipe", "dualpipev")
 OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
 SHARED: dict[str, Any] = {"experts": "shared", "num_micro_batches": 3}
-CASTS: dict[str, Any] = {"casts": True}
+CASTS: dict[str, Any] = {"casts": True, "num_blocks": 8}
 """Autocast around the whole step, which holds on to its casts of weights until then."""
 OF_PLAIN = {"is_of_plain": True}
 """To look for the least takes half as long as a plan."""

@@ -97,7 +97,9 @@ class Rank:
         casts: bool = False,
         puts_off: bool = False,
         reshards: bool | str | None = None,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
+        self.num_blocks = num_blocks
         self.puts_off = puts_off
         self.reshards = reshards
         self.inner = inner
@@ -124,9 +126,9 @@ class Rank:
         torch.manual_seed(self.seed if self.is_sharing else 0)
         number = self.schedule.num_stages
         product = linear if self.puts_off else nn.functional.linear
-        blocks: list[nn.Module] = [Block(self.inner, product=product) for _ in range(NUM_BLOCKS)]
+        blocks: list[nn.Module] = [Block(self.inner, product=product) for _ in range(self.num_blocks)]
         if self.experts:
-            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS)]
+            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(self.num_blocks)]
         each = len(blocks) // number
         every = [
             Stage(blocks[each * stage : each * (stage + 1)], first=stage == 0, last=stage == number - 1)
