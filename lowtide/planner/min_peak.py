@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lowtide.core.fate import Fate
 from lowtide.planner.local_search import Evaluator, Fates, Outcome, improve, repair, roundings
-from lowtide.planner.relaxation import Program
+from lowtide.planner.relaxation import Program, Relaxation
 from lowtide.timeline.memory import StepArrays
 from lowtide.timeline.step import Item, Link, Step
 
@@ -107,13 +107,20 @@ def quick_floor(arrays: StepArrays, host_bytes: int | None) -> tuple[int, Fates,
     return (UNREACHABLE if missing else peak_bytes), fates, is_proven
 
 
-def least_peak(arrays: StepArrays) -> int:
-    """No fates have a smaller peak: an item is there while forward itself holds it, and when backward reads it."""
-    curve = arrays.base.copy()
-    for item in arrays.step.items:
-        curve[item.born : item.dies] += item.nbytes
-        curve[[read for read in item.reads if read >= item.dies]] += item.nbytes
-    return int(curve.max())
+def bound_bytes(arrays: StepArrays, host_bytes: int | None) -> int:
+    """No fates have a smaller peak, by the linear program. A quarter of the cost of the floor, which begins with it."""
+    below_bytes = min((tick.base_bytes for tick in arrays.step.ticks), default=0)
+    found = _by_shares(_timeless(arrays.step, below_bytes), host_bytes)
+    if found is None or not math.isfinite(found.bound_seconds):
+        return 0
+    return below_bytes + int((1 - 1e-6) * found.bound_seconds)  # rows may be broken by so much
+
+
+@functools.lru_cache(maxsize=8)
+def _by_shares(step: Step, host_bytes: int | None) -> Relaxation | None:
+    """The shares with the smallest peak, which is their bound."""
+    program = Program(step, _LINK, 0.0, host_bytes)
+    return program.solve(first_points(program.arrays, program.plain), minimise_peak=True)
 
 
 _ORDERS = ((Fate.RECOMPUTE, Fate.SWAP, Fate.KEEP), (Fate.KEEP, Fate.RECOMPUTE, Fate.SWAP))
@@ -124,15 +131,15 @@ def _halved(evaluator: Evaluator, excess: tuple[int, int], is_small: bool) -> li
     arrays, link, host_bytes = evaluator.arrays, evaluator.link, evaluator.host_bytes
     program = Program(arrays.step, link, 0.0, host_bytes)
     points = first_points(arrays, program.plain)
-    found: list[Fates] = []
-    least = program.solve(points, minimise_peak=True)
+    least = _by_shares(arrays.step, host_bytes)
     if least is None or not math.isfinite(least.bound_seconds):
-        return found
-    if is_small:
-        found += [outcome.fates for outcome in roundings(evaluator, least)]
+        return []
+    rounded = roundings(evaluator, least) if is_small else []
+    found = [outcome.fates for outcome in rounded]
     plain_bytes = float(program.plain.max())
     low = least.bound_seconds
-    high = min(plain_bytes, excess[1]) if not excess[0] else plain_bytes
+    reached = (excess, *(outcome.excess for outcome in rounded))
+    high = min([plain_bytes, *(nbytes for missing, nbytes in reached if not missing)])
     for _ in range(_HALVINGS):
         if high - low <= _CLOSE * (plain_bytes - low):
             break

@@ -39,7 +39,7 @@ from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
 from lowtide.planner.by_rules import NO_OTHER, layers_by_rule, problem_of
 from lowtide.planner.local_search import Evaluator, Fates, Outcome, mixture, repair
-from lowtide.planner.min_peak import first_of, least_peak, quick_floor
+from lowtide.planner.min_peak import bound_bytes, first_of, quick_floor
 from lowtide.planner.problem import Problem, state_bytes, stored_form
 from lowtide.planner.rerun_layers import call_seconds, can_rerun
 from lowtide.planner.solve import bound_of, floor, refusal, solve
@@ -211,9 +211,14 @@ class Way:
 
     def reaches(self, budget_bytes: int) -> bool:
         """Whether its floor is within the budget. A floor is looked for only where quick looks do not say."""
-        if quick_floor(self._arrays, self.host_bytes)[0] <= budget_bytes:
-            return True
-        return least_peak(self._arrays) <= budget_bytes and self.floor[0] <= budget_bytes
+        peak_bytes, _, is_proven = quick_floor(self._arrays, self.host_bytes)
+        if is_proven or peak_bytes <= budget_bytes:
+            return peak_bytes <= budget_bytes
+        return self._bound_bytes <= budget_bytes and self.floor[0] <= budget_bytes
+
+    @functools.cached_property
+    def _bound_bytes(self) -> int:
+        return bound_bytes(self._arrays, self.host_bytes)
 
     @functools.cached_property
     def kept(self) -> tuple[int, Fates]:

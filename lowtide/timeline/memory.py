@@ -171,8 +171,9 @@ class Lifetimes:
                 sources = (form,)
                 decoded.append(index)
             for source in sources:
-                need[source] = min(need[source], tick)
-                release[source] = max(release[source], tick + 1)
+                # A third of this function's time with `min` and `max`.
+                need[source] = tick if tick < need[source] else need[source]
+                release[source] = tick + 1 if tick >= release[source] else release[source]
         need_array = np.array(need, np.int64)
         is_needed = need_array < never
         is_swapped = np.array([fate is swap for fate in fates], bool) & is_needed

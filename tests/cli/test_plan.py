@@ -18,14 +18,10 @@ import torch
 from lowtide.cli import waiting
 from lowtide.cli.main import main
 from lowtide.cli.run_file import load_run
-from lowtide.cli.run_step import trace_run, weights_of_run
-from lowtide.config.memory import load_memory
+from lowtide.cli.run_step import weights_of_run
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
-from lowtide.planner.place_state import bucket_size
-from lowtide.planner.plan_profile import plan_profile
 from lowtide.report import budget_sweep
-from lowtide.timeline.hardware import load_hardware
 from tests.support import processes
 from tests.support.profiles import decoder_profile
 
@@ -174,29 +170,6 @@ def test_the_command_line_says_where_the_state_may_be(capsys: pytest.CaptureFixt
     assert 0 < moved <= {line["what"]: line["plain_bytes"] for line in swap["account"]}["optimizer state"]
     assert swap["predicted"]["floor_bytes"] < keep["predicted"]["floor_bytes"]
     assert swap["predicted"]["plain_peak_bytes"] == keep["predicted"]["plain_peak_bytes"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("example", "name", "least"),
-    [("llama_8b", "h200", 0.16), ("deepseek_v3_slice", "h100", 0.25)],
-)
-@pytest.mark.extended  # a small model's floor is below, all of it in tests/planner/test_place_state.py
-def test_what_the_examples_save(example: str, name: str, least: float) -> None:
-    """With everything else kept: the peak by this share, and the floor by what can move, but for three buckets."""
-    run, device = load_run(ROOT / "examples" / f"{example}.yaml"), load_hardware(name)
-    profile = trace_run(run, device, say=lambda _: None)
-    how: Any = {"link": device.link, "has_gradients": run.train.grad_accumulation > 1}
-    found = {
-        optimizer: plan_profile(profile, load_memory({"budget": 1 << 40, "optimizer": optimizer}), **how).predicted
-        for optimizer in ("keep", "swap", "auto")
-    }
-    keep, swap, auto = (found[optimizer] for optimizer in ("keep", "swap", "auto"))
-    assert keep is not None and swap is not None and auto is not None
-    assert swap.plain_peak_bytes == keep.peak_bytes == auto.peak_bytes
-    assert 1 - swap.peak_bytes / keep.peak_bytes >= least
-    movable, bucket_bytes = profile.state.optimizer_movable, bucket_size(profile.state, device.link)
-    assert movable - 3 * bucket_bytes <= keep.floor_bytes - auto.floor_bytes <= 1.01 * movable
 
 
 def test_gradients_of_earlier_micro_batches_are_there_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,10 @@ SCHEDULES = {
 }
 """The stages of both ranks."""
 RULES = {"plain": None, "recompute": mixed(recompute=["layers.*"]), "swap": mixed(swap=["layers.*"])}
+CASES = [
+    (name, rules) for number, name in enumerate(SCHEDULES) for rules in ("plain", ("recompute", "swap")[number % 2])
+]
+"""Our own schedules recompute and swap in test_execute.py."""
 
 
 class Counted(torch.autograd.Function):
@@ -123,13 +127,11 @@ def trained(rank: int, name: str, rules: str) -> tuple[list[str], int]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Any, ...]]:
-    cases = [(name, rules) for name in SCHEDULES for rules in RULES]
-    jobs = [("trained", {"name": name, "rules": rules}) for name, rules in cases]
-    return dict(zip(cases, two_ranks.run(__name__, jobs, tmp_path_factory.mktemp("ranks")), strict=True))
+    jobs = [("trained", {"name": name, "rules": rules}) for name, rules in CASES]
+    return dict(zip(CASES, two_ranks.run(__name__, jobs, tmp_path_factory.mktemp("ranks")), strict=True))
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "rules"), CASES)
 def test_bits_are_those_of_one_process(told: dict[tuple[str, str], tuple[Any, ...]], name: str, rules: str) -> None:
     num_runs = 2 * M * len(SCHEDULES[name][0]) * (2 if rules == "recompute" else 1)
     assert told[name, rules] == (([], num_runs),) * 2

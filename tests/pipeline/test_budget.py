@@ -20,7 +20,7 @@ NAMES = ("zb_v", "interleaved")
 MORE_NAMES = ("1f1b", "gpipe", "dualpipev")
 OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
 SHARED: dict[str, Any] = {"experts": "shared", "num_micro_batches": 3}
-CASTS: dict[str, Any] = {"casts": True}
+CASTS: dict[str, Any] = {"casts": True, "num_blocks": 8}
 """Autocast around the whole step, which holds on to its casts of weights until then."""
 OF_PLAIN = {"is_of_plain": True}
 """To look for the least takes half as long as a plan."""
@@ -67,11 +67,11 @@ def test_targets_that_are_parts_of_one_batch_count_once() -> None:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
     jobs: dict[str, two_ranks.Job] = {
         "held": ("budgets", {"name": "1f1b", "share": 0.02}),
-        # The least is 0.52, 0.39, 0.47, 0.44, 0.21 and 0.69.
+        # Not far above the least.
         "turns": ("budgets", {"name": "dualpipev", "share": 0.55, "about": OWN} | OF_PLAIN),
         "recompute": ("budgets", {"name": "zb_v", "share": 0.6, "swap": "none"} | OF_PLAIN),
         "shared": ("budgets", {"name": "one_stage_overlap", "share": 0.5, "about": SHARED} | OF_PLAIN),
-        "state": ("budgets", {"name": "1f1b", "share": 0.22, "about": LARGE, "optimizer": "swap"} | OF_PLAIN),
+        "state": ("budgets", {"name": "1f1b", "share": 0.34, "about": LARGE, "optimizer": "swap"} | OF_PLAIN),
         "put off": ("budgets", {"name": "zb_v", "share": 0.7, "about": PUT_OFF} | OF_PLAIN),
         "kept put off": ("kept", {"names": ["zb_v"], "about": PUT_OFF}),
         "kept": ("kept", {"names": list(NAMES)}),
@@ -211,7 +211,7 @@ def test_a_budget_that_is_too_small_is_refused_on_all_ranks_with_one_text(answer
     assert first == second
     assert first.startswith(
         "pipeline: rank 0: no plan fits the budget of 0.001 MiB: of the micro-batches stage 0 has 2 in flight, of "
-        "which each holds at least <0.001 MiB; beside them are 0.2 MiB of weights, gradients, optimizer state and "
+        "which each holds at least <0.001 MiB; beside them are 0.1 MiB of weights, gradients, optimizer state and "
     )
 
 

@@ -15,8 +15,9 @@ from lowtide.config.memory import load_memory
 from lowtide.core.plan import Plan
 from lowtide.core.profile import Profile
 from lowtide.errors import BudgetError
+from lowtide.planner import min_peak
 from lowtide.planner.by_rules import HOST_COSTS
-from lowtide.planner.plan_profile import plan_profile
+from lowtide.planner.plan_profile import plan_profile, space_of
 from lowtide.profiling.observe_step import observe
 from lowtide.timeline.step import Link
 from tests.support import zoo
@@ -120,6 +121,16 @@ def check(name: str, rules: Mapping[str, Any], num_budgets: int) -> None:
 def test_a_larger_budget_is_never_slower_and_all_have_one_floor(name: str, rules: str) -> None:
     torch.manual_seed(0)
     check(name, RULES[rules], NUM_BUDGETS if name in FEW else MOST_BUDGETS)
+
+
+def test_no_floor_is_looked_for_where_a_program_says_that_nothing_fits() -> None:
+    """It takes seven programs and a search, and a pipeline's ranks ask for many budgets."""
+    memory = load_memory({"budget": 1, "min_bytes": MIB, **RULES["no swap"]})
+    space = space_of(decoder_profile(2), memory, LINKS[0], has_gradients=False, costs=HOST_COSTS)
+    bounds = [min_peak.bound_bytes(way._arrays, None) for way in space.ways]
+    assert not space.has_plan(min(bounds) - 1)
+    assert not any("floor" in vars(way) for way in space.ways)
+    assert min(bounds) <= space.floor_bytes <= 1.02 * min(bounds)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2_dropout"])

@@ -31,7 +31,7 @@ from tests.support.virtual_engine import virtual
 from tests.support.zoo import same_bits
 
 WIDTH, INNER, VOCABULARY, LENGTH = 16, 64, 32, 48
-NUM_BLOCKS = 8
+NUM_BLOCKS = 4
 
 
 class Block(nn.Module):
@@ -103,7 +103,9 @@ class Rank:
         casts: bool = False,
         puts_off: bool = False,
         reshards: bool | str | None = None,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
+        self.num_blocks = num_blocks
         self.puts_off = puts_off
         self.reshards = reshards
         self.bucket_bytes = 0
@@ -134,9 +136,9 @@ class Rank:
         torch.manual_seed(self.seed if self.is_sharing else 0)
         number = self.schedule.num_stages
         product = linear if self.puts_off else nn.functional.linear
-        blocks: list[nn.Module] = [Block(self.inner, product=product) for _ in range(NUM_BLOCKS)]
+        blocks: list[nn.Module] = [Block(self.inner, product=product) for _ in range(self.num_blocks)]
         if self.experts:
-            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(NUM_BLOCKS // 2)]
+            blocks = [moe.Block(2 if self.is_sharing else 1, hides=n % 2 == 1) for n in range(self.num_blocks)]
         each = len(blocks) // number
         every = [
             Stage(blocks[each * stage : each * (stage + 1)], first=stage == 0, last=stage == number - 1)

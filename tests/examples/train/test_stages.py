@@ -143,43 +143,6 @@ def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
     assert both.count("no plan fits the budget of 0.095 MiB: of the micro-batches stage ") == 1
 
 
-@pytest.mark.extended  # such a pipeline from a run file: test_all_at_once.py
-def test_pipelines_that_share_experts_have_the_losses_of_experts_alone() -> None:
-    """Two ranks that split the experts, beside four that split the layers too, and two whose pairs hide exchanges."""
-    on_two = ("experts", "one_stage", "one_budget")
-    on_four = ("four", "half", "rest", "four_overlap", "four_budget")
-    # Tied: under 1f1b two ranks have the embedding, whose gradient counts once.
-    both: dict[str, Any] = {"model": DEEPSEEK | {"tie_word_embeddings": True}, "expert_parallel": 2}
-    write("experts", grad_accumulation=4, **both)
-    recompute = {"recompute": "all", "min_bytes": 0}
-    overlap = {"pipeline": DUALPIPEV | {"overlap": True}}
-    one = {"pipeline": {"schedule": "one_stage_overlap", "stages": 1, "micro_batches": 4, "overlap": True}}
-    write("four", sections={"pipeline": DUALPIPEV | {"schedule": "1f1b"}, "memory": recompute}, **both)
-    write("four_overlap", sections=overlap | {"memory": recompute}, **both)
-    write("half", sections=overlap, output_dir="resumed", steps=2, **both)
-    write("rest", sections=overlap, output_dir="resumed", **both)
-    write("one_stage", sections=one, **both)
-    limits = {"budget": "600KB", "min_bytes": 0, "optimizer": "auto"}
-    write("one_budget", sections=one | {"memory": limits}, engine="host", **both)
-    limits |= {"budget": "480KB", "optimizer": "keep"}
-    write("four_budget", sections=overlap | {"memory": limits}, engine="host", **both)
-    code = """
-    import os, sys
-    for name, port in zip(os.environ["NAMES"].split(), os.environ["MORE_PORTS"].split()):
-        train(load_run(f"{name}.yaml"))
-        os.environ["MASTER_PORT"] = port
-    """
-    for num_ranks, names in ((2, on_two), (4, on_four)):
-        ends = on_ranks(f"import os; os.environ['NAMES'] = '{' '.join(names)}'\n{textwrap.dedent(code)}", num_ranks)
-        assert [status for status, _, _ in ends] == [0] * num_ranks, "".join(err for _, _, err in ends)
-    for name in {*on_two[1:], *on_four, "resumed"} - {"half", "rest"}:
-        assert losses(name) == losses("experts")
-        # The norm is added up in another order.
-        for one_step, other in zip(steps_of(name), steps_of("experts"), strict=True):
-            assert one_step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
-            assert one_step["tokens_per_second"] > 0
-
-
 @pytest.mark.slow
 def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
     write("run", sections={"pipeline": DUALPIPEV})

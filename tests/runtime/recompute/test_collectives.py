@@ -391,7 +391,7 @@ def unique_storages(tensors: Any) -> dict[int, int]:
 
 @pytest.mark.parametrize(
     "how",
-    one_of(2, [{"kind": "in place"}, {}, {"kind": "function"}, {"sequence_dim": 1}]),
+    one_of(4, [{"kind": "in place"}, {}, {"kind": "function"}, {"sequence_dim": 1}]),
     ids=lambda how: str(how or "autograd"),
 )
 def test_results_of_collectives_are_kept(ranks: Ranks, how: dict) -> None:
@@ -502,24 +502,34 @@ def train_distributed(rank: int, plans: list[dict]) -> list[dict[str, Any]]:
     return answers
 
 
-def test_rules_on_distributed_tensors(ranks: Ranks) -> None:
+def test_rules_and_files_on_distributed_tensors(ranks: Ranks) -> None:
     plans = [
         {"swap": ["*"], "min_bytes": 1},
         {"recompute": "all"},
         {"recompute": ["layers.0", "layers.*.mlp.act_fn"], "swap": ["layers.2"], "min_bytes": 1},
         recompute(recompute=True, mp_comm_recompute=False),
+        recompute(select_comm_recompute=True),
+        {
+            "recompute_config": {"recompute": [1], "select_recompute": {r"feed_forward\.mul": [2]}},
+            "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 5, "layers": [0, 3]}]},
+        },
     ]
-    for everything, layers, mixed, once in ranks.run(train_distributed, plans):
-        for found in (everything, layers, mixed, once):
+    gathered = tensor_parallel_llama.TOKENS * tensor_parallel_llama.BATCH * tensor_parallel_llama.WIDTH * 4
+    num_gathers = 2 * tensor_parallel_llama.NUM_LAYERS
+    for everything, layers, mixed, once, gathers, both in ranks.run(train_distributed, plans):
+        for found in (everything, layers, mixed, once, gathers, both):
             assert found["is_same"]
             assert found["divergences"] == 0
-            assert found["saved"] == found["plain"]
+            assert found is both or found["saved"] == found["plain"]
         assert everything["swapped"] == everything["plain"]
         assert layers["recomputed"] > 0.8 * layers["plain"]
-        assert layers["again"][GATHERS] == 2 * tensor_parallel_llama.NUM_LAYERS
+        assert layers["again"][GATHERS] == num_gathers
         assert once["again"] == {}
         assert once["kept"] > layers["kept"]
-        assert mixed["swapped"] > 0 and mixed["recomputed"] > 0
+        assert gathers["recomputed"] == num_gathers * gathered
+        assert gathers["again"] == {GATHERS: num_gathers}
+        for found in (mixed, both):
+            assert found["swapped"] > 0 and found["recomputed"] > 0
 
 
 def budget_on_distributed_tensors(rank: int, budget: int, memory: dict) -> dict[str, Any]:
@@ -558,17 +568,10 @@ def budget_on_distributed_tensors(rank: int, budget: int, memory: dict) -> dict[
         }
 
 
-@pytest.mark.parametrize(
-    ("budget", "memory"),
-    [
-        pytest.param(2**30, {}, marks=pytest.mark.extended),
-        (200_000, {}),
-        (220_000, {"swap": "none"}),
-        pytest.param(230_000, {}, marks=pytest.mark.extended),
-    ],
-)
-def test_a_budget_on_distributed_tensors(ranks: Ranks, budget: int, memory: dict) -> None:
-    found = ranks.run(budget_on_distributed_tensors, budget, memory)
+def test_a_budget_on_distributed_tensors(ranks: Ranks) -> None:
+    """Within which layers and operators run again; one that swaps as well: runtime/test_mesh.py."""
+    budget = 220_000
+    found = ranks.run(budget_on_distributed_tensors, budget, {"swap": "none"})
     assert found[0]["digest"] == found[1]["digest"]
     for one in found:
         counted, predicted = one["peaks"]
@@ -576,26 +579,7 @@ def test_a_budget_on_distributed_tensors(ranks: Ranks, budget: int, memory: dict
         assert max(counted, predicted) <= budget
         assert one["strange"] == (0, 0, 0)
         assert one["issues"] == {}
-        assert bool(one["moved"]) == (budget < 2**30)
-
-
-def test_files_on_distributed_tensors(ranks: Ranks) -> None:
-    plans = [
-        recompute(select_comm_recompute=True),
-        {
-            "recompute_config": {"recompute": [1], "select_recompute": {r"feed_forward\.mul": [2]}},
-            "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 5, "layers": [0, 3]}]},
-        },
-    ]
-    gathered = tensor_parallel_llama.TOKENS * tensor_parallel_llama.BATCH * tensor_parallel_llama.WIDTH * 4
-    num_gathers = 2 * tensor_parallel_llama.NUM_LAYERS
-    for gathers, mixed in ranks.run(train_distributed, plans):
-        assert gathers["is_same"] and mixed["is_same"]
-        assert gathers["divergences"] == mixed["divergences"] == 0
-        assert gathers["recomputed"] == num_gathers * gathered
-        assert gathers["again"] == {GATHERS: num_gathers}
-        assert gathers["saved"] == gathers["plain"]
-        assert mixed["swapped"] > 0 and mixed["recomputed"] > 0
+        assert one["moved"]
 
 
 class _Writes(torch.nn.Module):
