@@ -142,8 +142,8 @@ def untouched(
             )
     if lost:
         raise ConfigError(
-            f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher, or as a weight "
-            "that comes and goes), so it cannot be put back after the observed step; write weights: keep, use "
+            f"observe: '{lost[0]}' was written to where lowtide cannot see it (below torch's dispatcher, or as a "
+            "weight that comes and goes), so it cannot be put back after the observed step; write weights: keep, use "
             "lowtide.apply with rules, or write to it by torch's operators"
         )
 
