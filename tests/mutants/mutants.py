@@ -510,7 +510,7 @@ PROVEN = [
     Mutant(
         "inputs-of-recipes-go-too-early",
         "timeline.memory:Lifetimes.of",
-        puts("max(release[source], tick + 1)", "release[source]"),
+        puts("tick + 1 if tick >= release[source] else release[source]", "release[source]"),
         _TIMELINE,
         "the plan counts the input of a recipe as gone while the recipe reads it: over the budget",
     ),
