@@ -80,6 +80,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "kept_turns": ("kept", {"names": ["interleaved_overlap"], "about": OWN}),
         "again": ("kept", {"names": ["interleaved"], "recompute": ["layers.*"]}),
         "changes": ("changes", {"name": "1f1b", "budgets": [0.6, 0.18], "steps": CHANGES, "about": LONG}),
+        "too long": ("too_long", {}),
         "refused": ("refused", {}),
         **{how: ("raises", {"how": how}) for how in RAISES},
     }
@@ -195,6 +196,12 @@ def test_steps_that_need_more_room_are_planned_again(answers: dict[str, tuple[An
             "a BudgetError instead"
         )
     assert max(max(each[0]["plain"]) for each in answers["changes"]) > 1.5 * answers["changes"][0][0]["budget"]
+
+
+def test_with_strict_a_step_that_nothing_fits_is_an_error_on_all_ranks(answers: dict[str, tuple[Any, ...]]) -> None:
+    first, second = answers["too long"]
+    assert first == second
+    assert first.startswith("pipeline: rank 0: no plan fits the budget of ")
 
 
 def test_every_rank_hears_of_all_plans(answers: dict[str, tuple[Any, ...]]) -> None:

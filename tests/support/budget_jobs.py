@@ -312,6 +312,18 @@ def changes(
     return found
 
 
+def too_long(rank: int) -> str:
+    """A step that is longer than the first, under the least budget of that and with `strict`: its error."""
+    it = Rank("1f1b", rank)
+    with pytest.raises(BudgetError) as least:
+        it.fit(2**16)
+    with contextlib.closing(it.pipeline), it.fit(least.value.floor_bytes, strict=True) as plans:
+        it.length *= 2
+        with pytest.raises(BudgetError) as caught:
+            it.train(1, plans)
+    return str(caught.value)
+
+
 def _everywhere(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
