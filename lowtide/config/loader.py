@@ -6,7 +6,7 @@ What: `load_tree` and `load_mapping` build any frozen dataclass by the types tha
 Why: types come from the declaration, not from the look of the text, so `1e-4` is a number where a number is declared
 and `no` is text where text is declared; only `true` and `false` are booleans.
 
-Two conventions a dataclass may use:
+Conventions a dataclass may use:
 - a field annotated `Locations` is not a key; it is filled with the place of every key below this dataclass;
 - `SHORTHAND: ClassVar[str] = "match"` lets a scalar stand for the mapping `{match: scalar}`;
 - `REST: ClassVar[str] = "fields"` has that field take all keys that are no fields, as they are;
@@ -54,8 +54,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,60}")
 _INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", re.ASCII)
 
-
 NO_KEY = {"is_key": False}
+"""Metadata of a field that no file may set."""
 ByteSize = Annotated[int, parse_bytes]
 """An `int` field that is written as a size."""
 BudgetSize = Annotated[Budget, parse_budget]

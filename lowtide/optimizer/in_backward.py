@@ -60,7 +60,7 @@ OTHER_WAYS = (
     "another way of updating (overlap='backward' of swap_optimizer, update='step' of swap_weights, or optimizer: auto "
     "without weights: auto in a plan)"
 )
-"""For those who were refused: this way is asked for by three names."""
+"""Advice in errors. Updates in backward can be asked for in three ways, and each has its own way out."""
 
 
 class BackwardPrefetch:

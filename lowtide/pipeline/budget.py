@@ -293,7 +293,7 @@ class StagePlans:
         self._engine = placed.beside
         self._owns_engine = closes
         self._known = self._next = known
-        """What there is room for, and that and what the step that begins needs."""
+        """What there is room for; and the larger of that and of what the step that begins needs."""
         self._on_buffer: Callable[[torch.UntypedStorage], None] | None = None
         """Inside of an audit."""
         try:

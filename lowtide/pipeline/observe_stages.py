@@ -269,8 +269,8 @@ def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:
 
 def kept_outside(profile: Profile, held: Collection[str], elsewhere: Iterable[int]) -> Profile:
     """The same step, in which what the loss holds too (`held`) is no node: hooks of the stage do not see the loss. And
-    in which `elsewhere`, bytes at each operator, does not count: weights that FSDP2 gathers, of which it is up to what
-    the stage did before whether they are there."""
+    in which `elsewhere`, bytes at each operator, does not count: weights that FSDP2 gathers. Whether those are there
+    depends on what the stage did before."""
     gone = {node.name: node for node in profile.sites if node.name in held}
     op_bytes = [nbytes - other for nbytes, other in zip(profile.op_bytes, elsewhere, strict=True)]
     for node in gone.values():

@@ -81,9 +81,9 @@ class StageChunk:
     gathered_bytes: int = 0
     """Of the weights that FSDP2 shards, while they are whole."""
     whole_gradient_bytes: int = 0
-    """That their gradients take more until they are reduced."""
+    """How many more bytes their gradients take until they are reduced."""
     travel_bytes: int = 0
-    """What gathering or reducing all of them needs beside."""
+    """Buffers while all of them are gathered or reduced."""
     away: tuple[int, ...] = ()
     """For each operator, the bytes of weights that are not there where the last forward of the stage has resharded
     them. Empty: none."""
@@ -292,8 +292,8 @@ class _Search:
         return max(found)
 
     def _most_under(self, stage: int, limits: Mapping[int, int], plan: Plan) -> tuple[Callable[..., int], int]:
-        """What a chunk needs at most at any of some operators under its plan, beside the state of its rank and its
-        input; and what there is when the optimizer steps. Whether its weights were resharded comes second."""
+        """What a chunk needs at most at some operators under its plan, whether FSDP2 has let go of its weights or not,
+        beside the state of its rank and its input; and what there is when the optimizer steps."""
         task, profile = self.task, self.chunk_profile(stage)
         state_bytes = _state_bytes(profile.state)
 

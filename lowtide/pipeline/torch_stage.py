@@ -106,7 +106,7 @@ def _with_gathers(row: Sequence[AnyAction], sharded: Collection[int]) -> list[st
 
 
 def keep_whole(module: Any, is_kept: bool = True) -> None:
-    """Before a backward: a stage under FSDP2 stays gathered and its gradients whole, until the row reduces them."""
+    """Keep a stage under FSDP2 gathered, and its gradients whole, until the row reduces them; or stop that."""
     if is_fsdp(module):
         module.set_is_last_backward(not is_kept)
         module.set_reshard_after_backward(not is_kept)

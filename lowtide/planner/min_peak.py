@@ -113,7 +113,7 @@ def bound_bytes(arrays: StepArrays, host_bytes: int | None) -> int:
     found = _by_shares(_timeless(arrays.step, below_bytes), host_bytes)
     if found is None or not math.isfinite(found.bound_seconds):
         return 0
-    return below_bytes + int((1 - 1e-6) * found.bound_seconds)  # rows may be broken by so much
+    return below_bytes + int((1 - 1e-6) * found.bound_seconds)  # the solver may break rows by so much
 
 
 @functools.lru_cache(maxsize=8)

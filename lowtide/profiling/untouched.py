@@ -154,8 +154,8 @@ def cut_graphs(
     """Cuts off the graphs of tensors in what `before` has found, until it is restored. `like` makes what has the bytes
     of a tensor in the step.
 
-    Returns what gives any tensor without its graph, and the leaves to ask gradients for, so that a backward pass comes
-    as far as these graphs."""
+    Returns a function that gives any tensor without its graph, and the leaves to ask gradients for: so a backward pass
+    comes as far as these graphs."""
     ends: list[torch.Tensor] = []
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -91,9 +91,9 @@ def _parameters(model: nn.Module) -> list[Any]:
 
 
 def whole_bytes(model: nn.Module) -> tuple[int, int, int]:
-    """Of all that FSDP2 shards in `model`: the bytes of its weights while they are gathered; how many bytes larger its
-    gradients are before they are reduced; and what it needs beside all these while it gathers every module at once,
-    when there are no gradients yet, or reduces one after the other. Collective: gathers each module."""
+    """Of all that FSDP2 shards in `model`, in bytes: its weights while they are gathered; how much larger its gradients
+    are before they are reduced; and the buffers beside both, at the worse of two moments: all modules are gathered and
+    there are no gradients yet, or one module after the other is reduced. Collective: gathers each module."""
     weights, gradients, more, gathers, reduces = 0, 0, 0, 0, [0]
     for module in fsdp_modules(model):
         module.unshard()

@@ -171,7 +171,7 @@ class Lifetimes:
                 sources = (form,)
                 decoded.append(index)
             for source in sources:
-                # A third of this function's time with `min` and `max`.
+                # Calls of `min` and `max` would be a third of this function's time.
                 need[source] = tick if tick < need[source] else need[source]
                 release[source] = tick + 1 if tick >= release[source] else release[source]
         need_array = np.array(need, np.int64)

@@ -389,7 +389,7 @@ def check(
     """Raise `ConfigError` for graphs whose pieces would form other sums than plain's, or keep gradients of all layers.
     `names`: of parameters. `parts`: the weights of each part of the model that comes and goes.
 
-    Returns the name of a weight whose cast a forward uses twice, not only inside of a layer, or an empty string.
+    Returns the name of a weight whose cast a forward uses twice, at least once around layers, or an empty string.
     Autocast makes one cast of both, and adds their gradients in its dtype; forwards that take turns make two."""
     first = [run.layer for run in batches[0].runs]
     repeated = next((name for name in first if first.count(name) > 1), None)

@@ -87,7 +87,7 @@ class Movable:
     leaving: tuple[Event, int] | None = None
     """Behind the copy out that is under way, and the version that it copies."""
     total: torch.Tensor | None = None
-    """The sum of its bytes when the slot had the same the last time."""
+    """The sum of its bytes when device and slot last had the same."""
     num_assigned: int = 0
     """How often somebody else has put other memory in its place."""
     is_assigned: bool = False
