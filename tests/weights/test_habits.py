@@ -274,6 +274,15 @@ def test_a_sum_of_bytes_sees_what_is_done_to_all_of_a_weight(size: tuple[int, ..
         assert not torch.equal(sums[0], _sum_of(one.untyped_storage())) or torch.equal(weight, other)
 
 
+def test_a_sum_of_bytes_sees_two_elements_that_change_places() -> None:
+    weight = torch.randn(96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before, flat = _sum_of(weight.untyped_storage()), weight.view(-1)
+    for place in range(5, len(flat), 5):
+        flat[[0, place]] = flat[[place, 0]]
+        assert not torch.equal(before, _sum_of(weight.untyped_storage())), place
+        flat[[0, place]] = flat[[place, 0]]
+
+
 @pytest.mark.parametrize("update", ["step", "in_backward"])
 @pytest.mark.parametrize("kind", ["unfrozen", "in a new group"])
 def test_gradients_leave_of_weights_that_are_trained_later(kind: str, update: str) -> None:
