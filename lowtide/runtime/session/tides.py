@@ -328,7 +328,10 @@ class Tides(Handle):
             [model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)] if is_sharded else []
         )
         self._observer = StepObserver(model, placed, group, is_inside=not is_sharded)
-        self._lease = _Lease(engine) if owns_engine else None
+        self._lease = {engine}
+        """Held by this handle, and by every graph made under one of its plans."""
+        if owns_engine:
+            weakref.finalize(self._lease, engine.close)
         self._patch = ForwardPatch(model, self._around, self)
         self._unobserved = UnobservedForwards(model, call)
         self._inside = threading.local()
@@ -394,7 +397,7 @@ class Tides(Handle):
         try:
             if is_first:
                 self.source.close()
-                self._lease = None
+                self._lease = set()
         finally:
             self.placed.remove()
 
@@ -555,10 +558,3 @@ class Tides(Handle):
             self.wrap()
             return None
         return self.source.tighten(error, num_tried)
-
-
-class _Lease:
-    """Closes an engine when nothing holds it any more: the handle, and every graph made under one of its plans."""
-
-    def __init__(self, engine: Engine) -> None:
-        weakref.finalize(self, engine.close)
