@@ -314,7 +314,7 @@ def _sizes(run: RunConfig, ranks: Ranks) -> tuple[int, ...]:
     fixed = math.prod(size for size in sizes.values() if size is not None)
     free = max(2 if run.is_sharded and fixed == 1 else 1, ranks.num_ranks // fixed)
     found = tuple(free if size is None else size for size in sizes.values())
-    if (wanted := math.prod(found)) != ranks.num_ranks:
+    if (wanted := math.prod(found)) != ranks.num_ranks or (run.is_sharded and ranks.is_alone):
         (key, first), *others = written.items()
         beside = "".join(f" and '{other}' {number}" for other, number in others)
         there = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"

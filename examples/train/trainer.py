@@ -127,6 +127,7 @@ class Trainer:
         elif run.train.expert_parallel > 1:
             self.layout.split_experts(run, self.model)
         self.model.to(device)
+        assert self.layout.parts.keys() <= set(self.model.parameters()), "a parameter was exchanged after it was split"
         self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
         self.step = 0

@@ -184,7 +184,7 @@ def test_other_ranks_that_share_products_do_too(more: dict[str, Any], folder: Pa
     assert losses(folder, "tensor 2") == pytest.approx(losses(folder, "whole")[2:], rel=1e-4)
 
 
-def test_what_is_refused(answers: dict[str, Any], folder: Path) -> None:
+def test_what_is_refused(answers: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers["uneven"] == (
         "ConfigError: run.yaml:12:34: 'parallel.tensor' is 4, but 'model.num_key_value_heads' is 2, and a head is not "
         "cut; choose a divisor"
@@ -196,6 +196,13 @@ def test_what_is_refused(answers: dict[str, Any], folder: Path) -> None:
     assert answers["other"] == (
         "ConfigError: runs/whole/checkpoints/step-00000002: made by a run with other settings: sequences of a step was "
         "4 and is now 8; put them back, or start a new run with another train.output_dir"
+    )
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError) as error:
+        train(load_run("run.yaml"))
+    assert str(error.value) == (
+        "run.yaml:12:19: 'parallel.shard' is fsdp2 and 'parallel.tensor' 2, but there is 1 rank; start it with torchrun "
+        "--nproc-per-node 2, or a multiple of that"
     )
     for text, line in {
         "pipeline: {stages: 2, micro_batches: 2}": "'parallel.shard' cannot stand beside 'pipeline' yet; take one of "
