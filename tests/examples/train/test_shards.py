@@ -201,8 +201,8 @@ def test_what_is_refused(answers: dict[str, Any], folder: Path, monkeypatch: pyt
     with pytest.raises(ConfigError) as error:
         train(load_run("run.yaml"))
     assert str(error.value) == (
-        "run.yaml:12:19: 'parallel.shard' is fsdp2 and 'parallel.tensor' 2, but there is 1 rank; start it with torchrun "
-        "--nproc-per-node 2, or a multiple of that"
+        "run.yaml:12:19: 'parallel.shard' is fsdp2 and 'parallel.tensor' 2, but there is 1 rank; start it with "
+        "torchrun --nproc-per-node 2, or a multiple of that"
     )
     for text, line in {
         "pipeline: {stages: 2, micro_batches: 2}": "'parallel.shard' cannot stand beside 'pipeline' yet; take one of "
