@@ -26,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowtide
-from examples.train.data import Sampler, open_corpus, standard_library
+from examples.train.data import Sampler, read_files, standard_library
 from examples.train.progress import resident_bytes
 from lowtide.config.run import NUM_BYTE_TOKENS
 from lowtide.engines.tiers.host_buffers import configure_malloc
@@ -109,8 +109,9 @@ def _build(size: Mapping[str, int], seed: int) -> tuple[Any, torch.optim.Optimiz
     )
     model = LlamaForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    corpus = open_corpus(standard_library())
-    sampler = Sampler(corpus=corpus, sequence_length=size["sequence"], batch_size=size["batch"], seed=seed)
+    sampler = Sampler(
+        text=read_files(standard_library()), sequence_length=size["sequence"], batch_size=size["batch"], seed=seed
+    )
     return model, optimizer, map(sampler.batch, itertools.count())
 
 

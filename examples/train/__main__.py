@@ -2,21 +2,19 @@
 
 Exit status: 0 all steps done; 1 the run failed; 2 a mistake in the settings; 143 or 130 stopped by SIGTERM or SIGINT
 after a checkpoint was saved (run the same command again to go on). Several ranks: `torchrun --nproc-per-node 2
--m examples.train RUN.yaml`; torchrun itself then ends with 1 for every status but 0. Progress goes to stderr;
-stdout stays empty unless `--json` is given.
+-m examples.train RUN.yaml`; torchrun itself then ends with 1 for every status but 0. Progress goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
+from lowtide.cli.main import main
 from lowtide.cli.run_file import load_run
 from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError
@@ -27,44 +25,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="instead of train.steps")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="instead of train.output_dir")
     parser.add_argument("--resume", metavar="HOW", help="instead of train.resume: auto, never or a path")
-    parser.add_argument("--json", action="store_true", help="print a summary as one JSON line on stdout at the end")
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status. Raises `ConfigError` for mistakes in the settings, on the first rank only."""
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
-        return _run(args)
+        settings = _override(load_run(args.run), args)
+        if settings.parallel is not None and not settings.is_sharded:
+            settings.fail(
+                "parallel",
+                "'parallel' without 'shard' is planned for, not trained with, in this version; add shard: fsdp2, or "
+                "remove it to train",
+            )
+        if is_first:
+            _check_folders(settings, args)
+        if settings.memory is not None or settings.sections is not None:
+            # read when torch is imported: large CPU storages become page-aligned, and disk writes need no bounce buffer
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        from examples.train.trainer import TrainingError, train
+
+        try:
+            stopped_by = train(settings)
+        except TrainingError as error:
+            print(f"lowtide: {error}", file=sys.stderr)
+            return 1
     except ConfigError:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first:
             raise
         return 2  # every rank reads the same file; the first one says what is wrong with it
-
-
-def _run(args: argparse.Namespace) -> int:
-    settings = _override(load_run(args.run), args)
-    if settings.parallel is not None and not settings.is_sharded:
-        settings.fail(
-            "parallel",
-            "'parallel' without 'shard' is planned for, not trained with, in this version; add shard: fsdp2, or "
-            "remove it to train",
-        )
-    if os.environ.get("RANK", "0") == "0":
-        _check_folders(settings, args)
-    if settings.memory is not None or settings.sections is not None:
-        # read when torch is imported: large CPU storages become page-aligned, and disk writes need no bounce buffer
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-    from examples.train.loop import train
-    from examples.train.ranks import TrainingError
-
-    try:
-        summary = train(settings, wants_weights_hash=args.json)
-    except TrainingError as error:
-        print(f"lowtide: {error}", file=sys.stderr)
-        return 1
-    if args.json and os.environ.get("RANK", "0") == "0":
-        print(json.dumps(dataclasses.asdict(summary)), flush=True)
-    return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
+    return 128 + stopped_by if stopped_by else 0
 
 
 def _override(settings: RunConfig, args: argparse.Namespace) -> RunConfig:
@@ -91,16 +81,5 @@ def _check_folders(settings: RunConfig, args: argparse.Namespace) -> None:
             raise settings.mistake(f"train.{key}", f"'train.{key}': {text}") from None
 
 
-def main() -> int:
-    """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m examples.train", description="Train a model as a run file says.")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args())
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def save(folder: Path, state: State, *, step: int, settings: Mapping[str, object
             partial.mkdir(mode=0o700)
         ranks.barrier()
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-        with _no_word_of_one_rank():
+        with warnings.catch_warnings(action="ignore"):  # of a process that is alone, that it is alone
             dcp.save(state.tensors, storage_writer=writer, no_dist=ranks.is_alone)
         if ranks.is_first:
             files = {file.name: _sha256_of_file(file) for file in partial.iterdir()}
@@ -112,7 +112,15 @@ def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ran
     """Fills the tensors from a whole checkpoint of the same run, and gives its step. Raises `ConfigError`: the folder
     is damaged, other settings."""
     run = _read_run(path)
-    _check_settings(path, run["settings"], settings)
+    then, now = run["settings"], json.loads(json.dumps(settings))
+    changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
+    if changed:
+        listed = ", ".join(f"{key} was {then.get(key)!r} and is now {now.get(key)!r}" for key in changed[:3])
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise ConfigError(
+            f"{path}: made by a run with other settings: {listed}{more}; put them back, or start a new run with "
+            "another train.output_dir"
+        )
     for name, sha256 in run["files"].items() if ranks.is_first else ():
         try:
             if _sha256_of_file(path / name) != sha256:
@@ -121,7 +129,7 @@ def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ran
             raise _damaged(path, f"{name} cannot be read: {error.strerror}") from None
     ranks.barrier()  # no rank reads a file before the first one has looked at all of them
     try:
-        with _no_word_of_one_rank():
+        with warnings.catch_warnings(action="ignore"):  # of a process that is alone, that it is alone
             dcp.load(state.tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=ranks.is_alone)
     except CheckpointException as error:
         raise _damaged(path, f"its tensors are not those of this model ({_why(error)})") from None
@@ -173,18 +181,6 @@ def to_resume(run: RunConfig) -> Path | None:
 # -- JSON ----------------------------------------------------------------------------------------------------------
 
 
-def _check_settings(path: Path, then: Mapping[str, Any], settings: Mapping[str, object]) -> None:
-    now = json.loads(json.dumps(settings))
-    changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
-    if changed:
-        listed = ", ".join(f"{key} was {then.get(key)!r} and is now {now.get(key)!r}" for key in changed[:3])
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise ConfigError(
-            f"{path}: made by a run with other settings: {listed}{more}; put them back, or start a new run with "
-            "another train.output_dir"
-        )
-
-
 def _read_run(path: Path) -> dict[str, Any]:
     """`run.json`, checked against its own hash."""
     try:
@@ -219,14 +215,6 @@ def _sha256_of_file(path: Path) -> str:
 
 def _sha256_of(run: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _no_word_of_one_rank() -> Iterator[None]:
-    """Inside, torch does not warn that a process that is alone is alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 def _flush(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Bytes in, sequences out: the text a run trains on, and the place it has reached in it.
 
-What: `Corpus` is the concatenation of some files; `Sampler` deals its sequences out in an order that is shuffled by the
+What: the text is the concatenation of some files; `Sampler` deals its sequences out in an order that is shuffled by the
 seed. Tokens are bytes, so there is no tokenizer and the vocabulary is 256.
 Why: a run that is stopped and resumed must see the very sequences it would have seen. Which ones a micro-batch has
 follows from its number alone, so there is no place in the text that a checkpoint would have to keep.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import glob
-import hashlib
 import os
 import random
 import sysconfig
@@ -26,15 +25,6 @@ from lowtide.config.source import shown
 from lowtide.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corpus:
-    """Files as one long string of bytes."""
-
-    text: bytes
-    sha256: str
-    """Two corpora with the same hash give the same sequences."""
-
-
 def standard_library() -> tuple[Path, ...]:
     """The .py files of the running Python's standard library, sorted, without tests and installed packages: about 12 MB
     of text that is on every machine."""
@@ -44,7 +34,7 @@ def standard_library() -> tuple[Path, ...]:
     return tuple(root / path for path in sorted(relative) if not skipped & set(path.parts))
 
 
-def open_corpus(paths: Sequence[Path]) -> Corpus:
+def read_files(paths: Sequence[Path]) -> bytes:
     """Reads the files, in the order given. Raises `ConfigError` for one that cannot be read."""
     pieces: list[bytes] = []
     for path in paths:
@@ -54,11 +44,10 @@ def open_corpus(paths: Sequence[Path]) -> Corpus:
             raise ConfigError(
                 f"{path}: cannot be read: {error.strerror}; fix the file or take it out of data.files"
             ) from None
-    text = b"".join(pieces)
-    return Corpus(text=text, sha256=hashlib.sha256(text).hexdigest())
+    return b"".join(pieces)
 
 
-def open_text(run: RunConfig) -> Corpus:
+def text_of(run: RunConfig) -> bytes:
     """The text of a run. Raises `ConfigError`: a pattern that matches no file, not enough text for one sequence."""
     paths: list[Path] = []
     for index, written in enumerate(run.data.files):
@@ -70,14 +59,14 @@ def open_text(run: RunConfig) -> Corpus:
         if not files:
             run.fail(where, f"'{where}': no file matches {shown(written)}; check the path")
         paths += files
-    corpus = open_corpus(paths or standard_library())
-    if len(corpus.text) < run.data.sequence_length:
+    text = read_files(paths or standard_library())
+    if len(text) < run.data.sequence_length:
         run.fail(
             "data.files",
-            f"'data.files': the text has {len(corpus.text)} bytes, less than one sequence of "
+            f"'data.files': the text has {len(text)} bytes, less than one sequence of "
             f"{run.data.sequence_length}; add files or lower 'data.sequence_length'",
         )
-    return corpus
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +78,7 @@ class Sampler:
     begins in a new order, without dropping the remainder.
     """
 
-    corpus: Corpus
+    text: bytes
     sequence_length: int
     batch_size: int
     seed: int
@@ -104,11 +93,11 @@ class Sampler:
     def batch(self, number: int) -> torch.Tensor:
         """That micro-batch: int64 (B, T), values 0..255."""
         length = self.sequence_length
-        rows = [bytearray(self.corpus.text[index * length : (index + 1) * length]) for index in self.indices(number)]
+        rows = [bytearray(self.text[index * length : (index + 1) * length]) for index in self.indices(number)]
         return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in rows]).long()
 
     def _sequence_at(self, place: int) -> int:
-        num_sequences = len(self.corpus.text) // self.sequence_length
+        num_sequences = len(self.text) // self.sequence_length
         epoch, index = divmod(place, num_sequences)
         return _order(self.seed, epoch, num_sequences)[index]
 

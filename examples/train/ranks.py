@@ -1,44 +1,56 @@
-"""The processes of a job, as one of them sees it: what they agree on, and how they stop and end together.
+"""The processes of a job, as one of them sees it: how they stop and end together, and what they share.
 
-What: `Ranks` joins the process group that `torchrun` describes in the environment (or is alone), averages numbers over
-all ranks, and watches for failures. A rank that fails writes so in the job's store and says why; every other rank has
-a thread that looks there five times a second and ends its process, even while the main thread waits in a collective.
-Why: without it, one failed rank leaves the others waiting in an all-reduce for half an hour.
+What: `Ranks` joins the process group that `torchrun` describes in the environment (or is alone), and watches for
+failures. A rank that fails writes so in the job's store and says why; every other rank has a thread that looks there
+five times a second and ends its process, even while the main thread waits in a collective.
 `StopRequest` turns the first SIGTERM or SIGINT into a note that the loop reads between two steps, so that no signal
 leaves half a step behind. A second Ctrl-C ends the process at once, without saving; a second SIGTERM changes nothing,
 because schedulers and launchers send several.
-Cost: one small all-reduce on the CPU per step; one look into the store per rank every 0.2 s.
+`Layout` sets the ranks up in a grid of four dimensions: `stage` of a pipeline, `replica`, `text`, and `product`, the
+ranks that share each product of a layer and read the same text. Ranks that differ in the last three have the same
+layers; experts are dealt to those that differ in the last two. `parts` says which parameters are dealt, and over which
+dimensions; over the others the gradients of a parameter are summed, once a step (`average_gradients`).
+Cost: one small all-reduce on the CPU per step; one look into the store per rank every 0.2 s; one collective per
+parameter and step, but where DDP and FSDP2 exchange gradients by themselves.
 Not covered: a rank that dies without a word (SIGKILL, power). gloo notices and the survivors say so; for other
 backends the launcher must end the job, and torchrun does. Only the failing rank prints its message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError, PipelineError
+from lowtide.pipeline.experts import split_experts
 
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 1.0
 """How long a failed rank stays, so that the others read its note before the store may vanish with it."""
 _VICTIM_SECONDS = 3.0
 """How long a rank whose pipeline broke waits for the rank that broke it, which may be gone."""
-
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_DIMENSIONS = ("stage", "replica", "text", "product")
+_SAME_LAYERS = ("replica", "text", "product")
+EXPERTS = ("text", "product")
+PRODUCTS = ("product",)
 
 
 class TrainingError(RuntimeError):
@@ -53,7 +65,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -62,8 +74,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous = {}
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked is signal.SIGINT:
@@ -71,26 +82,33 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGINT)
         if self.asked is None:
             self.asked = signal.Signals(number)
-            # os.write, because print is not safe to call inside a signal handler
-            os.write(
-                2,
-                f"lowtide: {self.asked.name}: finishing this step, then saving (Ctrl-C twice: end at once)\n".encode(),
-            )
+            text = f"lowtide: {self.asked.name}: finishing this step, then saving (Ctrl-C twice: end at once)\n"
+            os.write(2, text.encode())  # print is not safe to call inside a signal handler
 
 
 class Ranks:
     """One process of the job. Alone (`num_ranks == 1`) nothing here costs anything."""
 
-    def __init__(self, *, rank: int = 0, num_ranks: int = 1, store: dist.Store | None = None) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Joins the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (set by torchrun), to train on
+        `device`; without a device, alone."""
+        self.rank, self.num_ranks = 0, 1
         self.step = 0
         """The step this rank is in, for its last words; 0 while it starts."""
-        self._store = store
+        self._store: dist.Store | None = None
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look, name="lowtide-failure-watch", daemon=True)
-        if store is not None:
-            self._watch.start()
+        if device is None or os.environ.get("WORLD_SIZE", "1") == "1":
+            return
+        store, self.rank, self.num_ranks = next(dist.rendezvous("env://"))
+        backend = dist.get_default_backend_for_device(device)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+            backend = f"cpu:gloo,{device.type}:{backend}"  # numbers are averaged on the CPU, gradients on the device
+        group_store = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group_store, rank=self.rank, world_size=self.num_ranks)
+        self._store = dist.PrefixStore("lowtide", store.clone())
+        self._watch.start()
 
     @property
     def is_first(self) -> bool:
@@ -100,38 +118,16 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.num_ranks == 1
 
-    @classmethod
-    def join(cls, device: torch.device) -> Ranks:
-        """Joins the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (set by torchrun)."""
-        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        if num_ranks == 1:
-            return cls()
-        store, rank, num_ranks = next(dist.rendezvous("env://"))
-        backend = dist.get_default_backend_for_device(device)
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device)
-            backend = f"cpu:gloo,{device.type}:{backend}"  # numbers are averaged on the CPU, gradients on the device
-        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=num_ranks)
-        return cls(rank=rank, num_ranks=num_ranks, store=dist.PrefixStore("lowtide", store.clone()))
-
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks; every rank gets the same numbers."""
-        if self.is_alone:
-            return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
+        if not self.is_alone:
+            dist.all_reduce(tensor)
         return tensor.tolist()
-
-    def norm(self, parts: Iterable[tuple[torch.Tensor, float]]) -> torch.Tensor:
-        """The norm of what all ranks have together, the same on each. `parts`: tensors of this rank, and how many ranks
-        hold the same one."""
-        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() / number for part, number in parts]
-        return torch.tensor(self.sum([float(torch.stack(squares).sum()) if squares else 0.0])[0]).sqrt()
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        if not self.is_alone:
-            self.sum([0.0])
+        self.sum([0.0])
 
     def leave(self) -> None:
         """The end of a run without errors: wait for all ranks, stop the watching thread, leave the process group."""
@@ -144,31 +140,27 @@ class Ranks:
         gc.collect()
         dist.destroy_process_group()
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error: Exception) -> NoReturn:
         """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank."""
-        is_expected = isinstance(error, ConfigError | TrainingError | PipelineError)
-        text = str(error) if is_expected else f"{type(error).__name__}: {error}"
         if self._store is None:
             raise error
         if isinstance(error, PipelineError):
             time.sleep(_VICTIM_SECONDS)  # the rank that failed says why itself, and the watch ends this one
         self._stop_looking()
-        if self._is_first_to_fail(self._store):
-            if not is_expected:
+        try:
+            self._store.set_timeout(timedelta(seconds=5))
+            is_first = self._store.add("num_failures", 1) == 1
+        except RuntimeError:
+            is_first = True  # the store died with its rank; one that fails in good order stays until all have read it
+        if is_first:
+            text = str(error)
+            if not isinstance(error, ConfigError | TrainingError | PipelineError):
                 traceback.print_exception(error)
+                text = f"{type(error).__name__}: {error}"
             place = f"at step {self.step}" if self.step else "while it started"
             print(f"lowtide: rank {self.rank} failed {place}: {text}", file=sys.stderr, flush=True)
             time.sleep(_LINGER_SECONDS)
-        # not sys.exit: threads of the process group may wait for ranks that are gone
         _end(2 if isinstance(error, ConfigError) else 1)
-
-    def _is_first_to_fail(self, store: dist.Store) -> bool:
-        """Notes that this rank failed. The message of the first one is the job's message."""
-        try:
-            store.set_timeout(timedelta(seconds=5))
-            return store.add("num_failures", 1) == 1
-        except RuntimeError:
-            return True  # the store died with its rank; one that fails in good order stays until all have read it
 
     def _stop_looking(self) -> None:
         self._is_over.set()
@@ -182,12 +174,153 @@ class Ranks:
                 has_failed = self._store.check(["num_failures"])
             except RuntimeError:
                 print(f"lowtide: rank {self.rank} lost the rank that holds the job's store; ending", file=sys.stderr)
-                _end(1)
+                has_failed = True
             if has_failed:
                 _end(1)
 
 
 def _end(status: int) -> NoReturn:
+    """Not sys.exit: threads of the process group may wait for ranks that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class Layout:
+    """The place of one rank. Raises `ConfigError`, on all ranks alike, for a number of ranks that does not fit."""
+
+    def __init__(self, run: RunConfig, ranks: Ranks) -> None:
+        sizes = _sizes(run, ranks)
+        self.sizes = dict(zip(_DIMENSIONS, sizes, strict=True))
+        self._ranks = ranks
+        self._grid = torch.arange(ranks.num_ranks).view(sizes)
+        self.stage, replica, text, self.product = (self._grid == ranks.rank).nonzero()[0].tolist()
+        self.text, self.num_texts = replica * self.sizes["text"] + text, self.sizes["replica"] * self.sizes["text"]
+        """Which of how many readers of the text this rank is: ranks of one pipeline, and ranks that share products, are
+        one."""
+        self.share = text * self.sizes["product"] + self.product
+        """Which share of the experts this rank has."""
+        self.parts: dict[nn.Parameter, tuple[str, ...]] = {}
+        """The dimensions in which ranks have different parts of a parameter."""
+        self.expert_names: tuple[str, ...] = ()
+        """How the names of the parameters end that are experts of this rank."""
+        self._groups: dict[tuple[str, ...], Any] = {}
+        self.pipeline: Any = None
+        """The ranks of this rank's pipeline; None: all of the job are."""
+        if run.pipeline is None and run.train.expert_parallel == 1:
+            return
+        if self.num_ranks(_SAME_LAYERS) > 1:
+            self.pipeline = self._group_of(("stage",))
+        for key in map(self._long, (_SAME_LAYERS, EXPERTS, PRODUCTS, ("replica", "text"), ("replica",))):
+            if key and key not in self._groups:
+                self._groups[key] = self._group_of(key)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{size} in {name}" for name, size in self.sizes.items() if size > 1)
+        return f" on {self._grid.numel()} ranks ({sizes})" if sizes else ""
+
+    def _group_of(self, dimensions: Sequence[str]) -> Any:
+        places = self._grid.movedim([_DIMENSIONS.index(name) for name in dimensions], list(range(-len(dimensions), 0)))
+        return dist.new_subgroups_by_enumeration(places.reshape(-1, self.num_ranks(dimensions)).tolist())[0]
+
+    def _long(self, dimensions: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in dimensions if self.sizes[name] > 1)
+
+    def num_ranks(self, dimensions: Iterable[str]) -> int:
+        """How many ranks differ in these dimensions only."""
+        return math.prod(self.sizes[name] for name in dimensions)
+
+    def group(self, dimensions: Iterable[str]) -> Any:
+        """The process group of the ranks that differ from this one in these dimensions only; None without another."""
+        return self._groups.get(self._long(dimensions))
+
+    def split_experts(self, run: RunConfig, model: nn.Module) -> None:
+        """Leave this rank its share of the experts of `model`, which has some. Collective. Raises `ConfigError`."""
+        with named(run):
+            split = split_experts(model, group=self.group(EXPERTS))
+        self.parts |= dict.fromkeys(split.own_parameters(), EXPERTS)
+        self.expert_names = split.parameter_names
+
+    def _alike(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The dimensions in which ranks have the same elements of a parameter."""
+        return tuple(name for name in _SAME_LAYERS if name not in self.parts.get(parameter, ()))
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make every gradient the mean over all texts, once a step. Those of experts have the rows of all ranks that
+        share them already. Collective."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        together = self.group(_SAME_LAYERS)
+        if together is None or not trained:
+            return
+        # A gradient that no rank has stays absent, and is not decayed; else absent ones are zeros.
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=together)
+        for parameter, is_there in zip(trained, has_gradient.tolist(), strict=True):
+            if not is_there:
+                continue
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if (group := self.group(self._alike(parameter))) is not None:
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(self.num_texts)
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        """The norm of the gradients that all ranks have together, the same on each. Collective."""
+        squares: list[torch.Tensor] = []
+        for parameter in parameters:
+            grad: Any = parameter.grad
+            num_holders: float = self.num_ranks(self._alike(parameter))
+            if isinstance(grad, DTensor):
+                # Its own norm reduces over one dimension of a mesh after the other, in another order on each rank.
+                sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+                num_holders /= math.prod(1 if placement.is_replicate() else size for size, placement in sizes)
+                grad = grad.to_local()
+            squares.append(torch.linalg.vector_norm(grad, dtype=torch.float64).square() / num_holders)
+        return torch.tensor(self._ranks.sum([float(sum(squares))])[0], dtype=torch.float64).sqrt()
+
+
+@contextlib.contextmanager
+def named(run: RunConfig) -> Iterator[None]:
+    """Inside, a mistake in what is split is told with its place in the run file."""
+    try:
+        yield
+    except ConfigError as error:
+        run.fail("train.expert_parallel", f"'train.expert_parallel' is {run.train.expert_parallel}, but {error}")
+
+
+def _sizes(run: RunConfig, ranks: Ranks) -> tuple[int, ...]:
+    """Of the four dimensions. One that the run file leaves free takes the ranks that there are."""
+    experts, tensor = run.train.expert_parallel, run.train.tensor_parallel
+    sizes: dict[str, int | None]
+    written: dict[str, Any]
+    if run.pipeline is not None:
+        for key, number in {"data.sequence_length": run.data.sequence_length, "train.expert_parallel": experts}.items():
+            if number > 1 and number % tensor:
+                each = f"'train.tensor_parallel' is {tensor}, and '{key}' {number} does not divide by it"
+                run.fail("train.tensor_parallel", f"{each}; each rank has a part of the tokens, so choose a divisor")
+        sizes = {"stage": run.pipeline.stages, "replica": 1, "text": max(experts, tensor) // tensor, "product": tensor}
+        written = {"pipeline.stages": run.pipeline.stages}
+    elif run.parallel is not None and run.is_sharded:
+        config = run.parallel
+        texts = None if config.data is None else config.data // (config.replicas or 1)
+        sizes = {"stage": 1, "replica": config.replicas or 1, "text": texts, "product": config.tensor or 1}
+        written = {"parallel.shard": config.shard}
+        more = {f"parallel.{key}": getattr(config, key) for key in ("data", "replicas", "tensor")}
+        written |= {key: number for key, number in more.items() if number is not None}
+    else:
+        sizes = {"stage": 1, "replica": None, "text": experts, "product": 1}
+        written = {}
+    more = {"train.expert_parallel": experts, "train.tensor_parallel": tensor}
+    written |= {key: number for key, number in more.items() if number > 1}
+    fixed = math.prod(size for size in sizes.values() if size is not None)
+    free = max(2 if run.is_sharded and fixed == 1 else 1, ranks.num_ranks // fixed)
+    found = tuple(free if size is None else size for size in sizes.values())
+    if (wanted := math.prod(found)) != ranks.num_ranks or (run.is_sharded and ranks.is_alone):
+        (key, first), *others = written.items()
+        beside = "".join(f" and '{other}' {number}" for other, number in others)
+        there = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
+        or_more = ", or a multiple of that" if None in sizes.values() else ""
+        run.fail(
+            key,
+            f"'{key}' is {first}{beside}, but there {there}; start it with torchrun --nproc-per-node {wanted}{or_more}",
+        )
+    return found

@@ -1,10 +1,9 @@
 """A run whose parameters are dealt to ranks: what of the model each rank has, by torch's own means.
 
-What: `shard_for` makes one mesh of all ranks. Over its dimension `tensor` the products of each layer are cut, by
+What: `shard` makes one mesh of all ranks. Over its dimension `product` the products of each layer are cut, by
 `parallelize_module` and by the plan that transformers has for the model (`base_model_tp_plan`). Over the others FSDP2
 deals all parameters out (`fully_shard`, each layer and the rest); with `hsdp` to the ranks of one replica, and
 gradients are summed over replicas. Ranks that share products are neighbours and read the same text.
-Why transformers' plan: it says which modules of some 200 kinds of models may be cut, and torch's styles do the cutting.
 What that plan names and torch has no style for (experts) is refused by name. A parameter that two modules share
 (tied embeddings), and an embedding or head whose words do not divide, stays whole on each rank.
 Cost: all ranks build the whole model on the CPU first. Gradients are reduced after each micro-batch, since keeping them
@@ -14,18 +13,16 @@ experts. Not yet measured on a GPU.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -34,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from examples.train.ranks import Ranks
+from examples.train.ranks import Layout
 from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError
 from lowtide.pipeline.gradients import elements_of
@@ -58,94 +55,24 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 _BETWEEN = ("colwise", "rowwise")
 """What leaves the activations of a block cut."""
 _OF_WORDS = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
+_MESH = ("replica", "text", "product")
+_ROUNDING = 1e-3
+"""Two sums of the same numbers in other orders differ by less, relative to the largest element."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankShards:
-    """What a rank has to know of its place."""
-
-    layout: str
-    """Of all ranks: `fsdp2 2 x tensor 2`."""
-    tensor: Any
-    """The ranks that share products; None where each has all."""
-
-    def compare_gradients(self, model: nn.Module) -> None:
-        """After the first backward: what ranks that share products have in common must have one gradient. A parameter
-        that is used on a part of a layer on each of them has parts. Collective; raises `ConfigError` on all."""
-        if self.tensor is None:
-            return
-        common: dict[str, torch.Tensor] = {}
-        parameter: Any
-        for name, parameter in model.named_parameters():
-            names = parameter.device_mesh.mesh_dim_names or ()
-            is_cut = "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()
-            if parameter.grad is not None and not is_cut:
-                common[name] = parameter.grad
-        what = "'parallel.tensor': a parameter is used on a part of a layer, and its gradients are parts; not covered, "
-        _same_values(common, group=self.tensor, what=f"{what}leave it out")
-
-
-def own_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Iterator[tuple[torch.Tensor, float]]:
-    """This rank's shard of each gradient, and how many ranks hold the same one, for `Ranks.norm`: DTensor's own norm
-    reduces over one dimension of a mesh after the other, in another order on each rank."""
-    for parameter in parameters:
-        grad: Any = parameter.grad
-        sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
-        num_shards = math.prod(1 if placement.is_replicate() else size for size, placement in sizes)
-        yield grad.to_local(), ranks.num_ranks / num_shards
-
-
-def check_shards(run: RunConfig, ranks: Ranks) -> None:
-    """Raises `ConfigError`, on all ranks alike, for a number of ranks that is not that of the run file."""
-    config = run.parallel
-    assert config is not None
-    tensor, replicas = config.tensor or 1, config.replicas or 1
-    if ranks.is_alone:
-        run.fail(
-            "parallel.shard",
-            "'parallel.shard' deals the model to several ranks, and there is 1; start it with torchrun "
-            f"--nproc-per-node {(config.data or 2 * replicas) * tensor}",
-        )
-    if ranks.num_ranks % tensor:
-        run.fail(
-            "parallel.tensor",
-            f"'parallel.tensor' is {tensor}, but there are {ranks.num_ranks} ranks; start it on a multiple of it",
-        )
-    data = ranks.num_ranks // tensor
-    if config.data not in (None, data):
-        run.fail(
-            "parallel.data",
-            f"'parallel.data' is {config.data}, but {ranks.num_ranks} ranks with 'tensor' {tensor} make {data}; leave "
-            "it out, or start as many ranks",
-        )
-    if data % replicas:
-        run.fail(
-            "parallel.replicas",
-            f"'parallel.replicas' is {replicas}, which does not divide the {data} data ranks; choose a divisor",
-        )
-
-
-def shard_for(run: RunConfig, model: nn.Module, ranks: Ranks, device: torch.device) -> RankShards | None:
-    """Deal the model out as the run file says, on the run's device; None where each rank has all. Raises `ConfigError`
-    for a model that cannot be cut so."""
-    config = run.parallel
-    if config is None or config.shard is None:
-        return None
-    tensor, replicas = config.tensor or 1, config.replicas or 1
-    data = ranks.num_ranks // tensor
-    names = ("replicate", "shard", "tensor")
-    mesh = init_device_mesh(device.type, (replicas, data // replicas, tensor), mesh_dim_names=names)
-    if tensor > 1:
-        _cut(run, model, mesh["tensor"])
-    dealt_over = mesh["replicate", "shard"] if config.shard == "hsdp" else mesh["shard"]
+def shard(run: RunConfig, model: nn.Module, layout: Layout, device: torch.device) -> Any:
+    """Deal the model out as the run file says, on the run's device. Gives the process group of the ranks that share
+    products, None where each has all. Raises `ConfigError` for a model that cannot be cut so."""
+    assert run.parallel is not None
+    sizes = tuple(layout.sizes[name] for name in _MESH)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=_MESH)
+    if mesh["product"].size() > 1:
+        _cut(run, model, mesh["product"])
+    dealt_over = mesh["replica", "text"] if run.parallel.shard == "hsdp" else mesh["text"]
     for name in find_layers(model):
         fully_shard(model.get_submodule(name), mesh=dealt_over)
     fully_shard(model, mesh=dealt_over)
-    layout = f"{config.shard} {data}" + (f" in {replicas} replicas" if replicas > 1 else "")
-    return RankShards(
-        layout=layout + (f" x tensor {tensor}" if tensor > 1 else ""),
-        tensor=mesh["tensor"].get_group() if tensor > 1 else None,
-    )
+    return mesh["product"].get_group() if mesh["product"].size() > 1 else None
 
 
 def _cut(run: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -204,21 +131,22 @@ def check_heads(model: Any, size: int, fail: Callable[[str], NoReturn]) -> None:
             fail(f"'model.{key}' is {num}, and a head is not cut; choose a divisor")
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that ranks have parts of; any other tensor itself. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-_ROUNDING = 1e-3
-"""Two sums of the same numbers in other orders differ by less, relative to the largest element."""
-
-
-def _same_values(tensors: Mapping[str, torch.Tensor], *, group: Any, what: str) -> None:
-    """Compare some elements of each of these tensors with the other ranks of `group`. Collective. Raises ConfigError on
-    all ranks for the first that differs by more than rounding; `what` begins the text, and says what follows."""
-    own = {name: elements_of(tensor).double().cpu() for name, tensor in tensors.items()}
+def compare_gradients(model: nn.Module, group: Any) -> None:
+    """After the first backward: what ranks that share products have in common must have one gradient, up to rounding. A
+    parameter that is used on a part of a layer on each of them has parts. Compares some elements of each. Collective;
+    raises `ConfigError` on all."""
+    own: dict[str, torch.Tensor] = {}
+    parameter: Any
+    for name, parameter in model.named_parameters():
+        names = parameter.device_mesh.mesh_dim_names
+        is_cut = "product" in names and not parameter.placements[names.index("product")].is_replicate()
+        if parameter.grad is not None and not is_cut:
+            own[name] = elements_of(parameter.grad).double().cpu()
     first, *others = gather(own, group)
     for rank, other in enumerate(others, start=1):
         for name, value in first.items():
             if not torch.allclose(value, other[name], rtol=0.0, atol=_ROUNDING * float(value.abs().max())):
-                raise ConfigError(f"{what}: '{name}' differs between rank 0 and rank {rank} of the ranks that share it")
+                raise ConfigError(
+                    "'parallel.tensor': a parameter is used on a part of a layer, and its gradients are parts; not "
+                    f"covered, leave it out: '{name}' differs between rank 0 and rank {rank} of the ranks that share it"
+                )

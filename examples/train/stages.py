@@ -1,17 +1,18 @@
-"""The stages of a run that is trained as a pipeline: which layers a rank has, and how they take a step.
+"""The stages of a run that is trained as a pipeline: what of the model a rank has, and how stages take a step.
 
 What: `layers_of_run` deals the layers: equally many to each stage, balanced by their time in a trace (a number that
 every rank and every resumed run finds again), as written, or by upstream's offset. `RankStages` cuts the model into the
-stages of the run's schedule and leaves this rank those that are its own; the model keeps its names. A step is
-`pipeline.micro_batches` micro-batches of `train.batch_size` sequences, gradients added raw and divided last.
-Every rank reads the same text; only the first and the last stage look at it.
-Beside `train.expert_parallel: E` there are E pipelines, which share the experts of each stage: rank r has place r // E
-in its pipeline, and the ranks with the same place have the same layers, and batches of their own. With
-`train.tensor_parallel: T`, T neighbours of them share products and the text (tensor.py). With `pipeline.overlap` the
-two halves of a pair hide each other's exchange of rows.
-A budget is planned for in the first step, by each rank for its own stages (pipeline/budget.py).
-Cost: the whole model in main memory while it is cut, on every rank.
-Not covered: data parallelism beside the pipeline, but for that of the experts.
+stages of the run's schedule and keeps those of this rank. A step is `pipeline.micro_batches` micro-batches of
+`train.batch_size` sequences, gradients added raw and divided last. A budget is planned for in the first step.
+Beside `train.expert_parallel: E` there are E pipelines, which share the experts of each stage, and read texts of their
+own. With `train.tensor_parallel: T`, T neighbours of them share products, sequence and text: `cut_products` leaves each
+its heads of attention, and its columns and rows of the dense MLPs. Between these blocks a rank has its part of each
+sequence; a block gathers the sequence where it begins, and scatters its sums where it ends. Embedding, norms, routers,
+experts and head see the rank's own part. The losses are those of one process up to rounding.
+Cost: the whole model in main memory while it is cut, on every rank; of T ranks two gathers and two scatters in each
+layer and direction, and embedding, head and routers whole on each.
+Not covered: data parallelism beside the pipeline, but for that of the experts; kinds of models that `cut` does not
+know; beside T attention that needs a mask, and dropout inside the cut blocks.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.nn.functional import pad
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import lowtide
-from examples.train.experts import named, split_for
-from examples.train.progress import PlanRecord
-from examples.train.ranks import Ranks
-from examples.train.tensor import check_tensor, cut_stages, ranks_of_a_stage
+from examples.train.ranks import PRODUCTS, Layout, named
+from examples.train.shards import check_draws, check_heads
 from lowtide.cluster.layout import split_layers
 from lowtide.config.memory import MemoryConfig, plan_from_rules
 from lowtide.config.run import RunConfig
@@ -39,8 +41,9 @@ from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import SlicedLoss
 from lowtide.mindformers.follow import follow, layers_by_offset, sections_of_stages
+from lowtide.pipeline.agree import same_on_all
 from lowtide.pipeline.budget import StagePlans, fit_stages
-from lowtide.pipeline.cut_model import cut, loss_of
+from lowtide.pipeline.cut_model import cut
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.experts import find_experts
 from lowtide.pipeline.generators import make_schedule
@@ -49,74 +52,47 @@ from lowtide.pipeline.schedule import Schedule, layers_of_stages
 from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.profiling.fake.trace import trace
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
-from lowtide.runtime.saved.stats import Stats
-from lowtide.tensors.ranks import ALONE, gather
+from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.hardware import load_hardware
 
-
-def check_stages(run: RunConfig, ranks: Ranks) -> None:
-    """Raises `ConfigError`, on all ranks alike, for another number of ranks than the pipeline's."""
-    assert run.pipeline is not None
-    check_tensor(run)
-    stages, experts, tensor = run.pipeline.stages, run.train.expert_parallel, run.train.tensor_parallel
-    wanted = stages * ranks_of_a_stage(run)
-    if ranks.num_ranks != wanted:
-        are = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
-        beside = f" and 'train.expert_parallel' {experts}" if experts > 1 else ""
-        beside += f" and 'train.tensor_parallel' {tensor}" if tensor > 1 else ""
-        run.fail(
-            "pipeline.stages",
-            f"'pipeline.stages' is {stages}{beside}, but there {are}; start it with torchrun --nproc-per-node {wanted}",
-        )
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_ROWS = ("o_proj", "down_proj")
+_SEQUENCE = 1
+"""The dimension of tokens in a hidden state."""
+_NONE = -100
+"""The target of the last token."""
+_gather: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+_scatter: Any = getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
 
 
 class RankStages:
     """What one rank has of the model, and the pipeline that it is part of. Made by all ranks at once."""
 
-    def __init__(self, run: RunConfig, model: Any, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, run: RunConfig, model: Any, layout: Layout, device: torch.device) -> None:
         assert run.pipeline is not None
         settings = run.pipeline
         schedule = make_schedule(settings.schedule, num_ranks=settings.stages, num_micro_batches=settings.micro_batches)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        """Of the whole model."""
-        num_pipelines = ranks_of_a_stage(run)
-        self.num_texts = num_pipelines // run.train.tensor_parallel
-        """How many pipelines read other text."""
         if run.train.expert_parallel > 1:
             with named(run):
                 find_experts(model)
-        self._num_layers = len(model.model.layers)
-        self._layers = layers = layers_of_run(run, schedule, model, device)
-        others = [each for each in gather(layers, None) if each != layers]
-        if others:
-            run.fail("pipeline.layers", f"ranks deal the layers in other ways: {_sizes(layers)}, {_sizes(others[0])}")
+        self._layers = layers_of_run(run, schedule, model, device)
+        self.layer_counts = [len(layers) for layers in self._layers]
+        """Of each stage of the pipeline, in the order of the model."""
+        same_on_all({"layers of stages": self.layer_counts}, what="pipeline")
         try:
-            every = cut(model, layers)
+            every = cut(model, self._layers)
         except ConfigError as error:
             run.fail("pipeline", str(error))
-        own = schedule.stages_of(ranks.rank // num_pipelines)
-        leave(
-            model,
-            [number for stage in own for number in layers[stage]],
-            first=0 in own,
-            last=schedule.num_stages - 1 in own,
-        )
-        self.stages: dict[int, Any] = {stage: every[stage].to(device) for stage in own}
-        self.experts = split_for(run, torch.nn.ModuleList(self.stages.values()), ranks)
-        """None where each rank has all experts of its layers."""
-        self._parts = cut_stages(run, model, self.stages.values(), ranks)
-        self._ranks = ranks
-        self._together: Any = dist.group.WORLD if num_pipelines > 1 else None
-        """All ranks, where there are several pipelines."""
-        self._group: Any = None
-        if num_pipelines > 1:
-            places = torch.arange(ranks.num_ranks).view(-1, num_pipelines)
-            self._group, _ = dist.new_subgroups_by_enumeration(places.T.tolist())
-        self._run = run
-        self._device = device
-        self._schedule = schedule
+        self._stages: dict[int, Any] = {stage: every[stage].to(device) for stage in schedule.stages_of(layout.stage)}
+        self.model = nn.ModuleList(self._stages.values())
+        if run.train.expert_parallel > 1 and any(name.endswith(".experts") for name, _ in self.model.named_modules()):
+            layout.split_experts(run, self.model)
+        cut_products(run, model, self._stages.values(), layout)
+        self._run, self._layout, self._device, self._schedule = run, layout, device, schedule
+        self._has_loss = schedule.num_stages - 1 in self._stages
         self._tides: list[Any] = []
-        self._plans: StagePlans | None = None
+        self.plans: StagePlans | None = None
+        """For a budget, after the first step."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._pipeline: Pipeline | None = None
         self._undo = contextlib.ExitStack()
@@ -124,170 +100,108 @@ class RankStages:
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """When the weights are those to begin with: the memory section, and the pipeline."""
-        run = self._run
+        run, memory = self._run, self._run.memory
         self._optimizer = optimizer
         if run.train.precision == "bf16_autocast":
-            for stage in self.stages.values():
+            for stage in self._stages.values():
                 stage.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(stage.forward)
                 self._undo.callback(delattr, stage, "forward")
-        may_slice = run.memory is not None and run.memory.slices_loss["may"]
+        if memory is not None and memory.optimizer == "swap" and memory.budget is None:
+            self._place_state(memory, optimizer)
         # The optimizer has the parameters of all stages of the rank; the loss is after the last stage, and in none.
-        memory = None if run.memory is None else dataclasses.replace(run.memory, optimizer="keep", loss="plain")
-        if run.memory is not None and run.memory.optimizer == "swap" and run.memory.budget is None:
-            self._place_state(run.memory, optimizer)
+        rules = None if memory is None else dataclasses.replace(memory, optimizer="keep", loss="plain")
+        how: Any = {"engine": run.train.engine, "group": ALONE}
         if run.sections is not None:
-            self._follow(run, memory)
-        elif memory is not None and not memory.has_budget:
-            for stage in self.stages.values():
-                self._add(lowtide.apply(stage, memory, engine=run.train.engine, group=ALONE))
-        make_loss = loss_function if self._parts is None else self._parts.loss_function
-        loss = make_loss(may_slice=may_slice) if self.has_loss else None
-        how: Any = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
+            # Each stage by the numbers that its layers have in the whole model.
+            sections = sections_of_stages(run.sections, self._schedule, sum(self.layer_counts))
+            for stage, module in self._stages.items():
+                first = self._layers[stage][0]
+                self._tides.append(follow(module, sections, memory=rules, first_layer=first, **how))
+        elif rules is not None and not rules.has_budget:
+            self._tides = [lowtide.apply(module, rules, **how) for module in self._stages.values()]
+        for tide in self._tides:
+            self._undo.enter_context(tide)
+        shares_products = self._layout.sizes["product"] > 1
+        may_slice = memory is not None and memory.slices_loss["may"]
+        loss = loss_function(may_slice=may_slice, layout=self._layout if shares_products else None)
+        how = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
         if self._schedule.splits_backwards:
             how["weight_gradients"] = WeightGradients()
-        self._pipeline = Pipeline(self._schedule, self.stages, loss=loss, group=self._group, **how)
+        how["loss"] = loss if self._has_loss else None
+        self._pipeline = Pipeline(self._schedule, self._stages, group=self._layout.pipeline, **how)
         self._undo.callback(self._pipeline.close)
-
-    def _add(self, tide: Any) -> None:
-        self._tides.append(self._undo.enter_context(tide))
-
-    @property
-    def layer_counts(self) -> list[int]:
-        """Of each stage of the pipeline, in the order of the model."""
-        return _sizes(self._layers)
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """What a checkpoint of these stages is to be resumed with: layers that are not dealt evenly."""
-        return {} if len(set(self.layer_counts)) == 1 else {"pipeline.layers": self.layer_counts}
 
     def _place_state(self, memory: MemoryConfig, optimizer: torch.optim.Optimizer) -> None:
         """The state is elsewhere between steps, and comes and goes while the optimizer steps: the backward of one of
         many micro-batches in flight is no sign that the step is near."""
-        own = torch.nn.ModuleList(self.stages.values())
         bare = plan_from_rules(dataclasses.replace(memory, recompute=None, swap=None, keep=()), ())
-        engine = self._undo.enter_context(contextlib.closing(choose_engine(self._run.train.engine, own, bare)))
+        engine = choose_engine(self._run.train.engine, self.model, bare)
+        self._undo.enter_context(contextlib.closing(engine))
         self._undo.enter_context(lowtide.swap_optimizer(optimizer, overlap="step", engine=engine))
 
-    def _follow(self, run: RunConfig, memory: MemoryConfig | None) -> None:
-        """Files of MindSpore Transformers: each stage by the numbers that its layers have in the whole model."""
-        sections = sections_of_stages(run.sections, self._schedule, self._num_layers)
-        for stage, module in self.stages.items():
-            how: Any = {"memory": memory, "engine": run.train.engine, "group": ALONE}
-            self._add(follow(module, sections, first_layer=self._layers[stage][0], **how))
-
     @property
-    def has_loss(self) -> bool:
-        return self._schedule.num_stages - 1 in self.stages
+    def tides(self) -> list[Any]:
+        """One for each stage of the rank. Those of a budget can be others after a step."""
+        return self._tides if self.plans is None else list(self.plans.tides.values())
 
     def take_passes(self, batches: Iterable[torch.Tensor], say: Callable[[str], None]) -> float:
         """Forward and backward of all micro-batches. The mean loss; 0 on ranks that do not have it. `say` hears of the
         plans for a budget."""
         assert self._pipeline is not None
-        batches = [tokens.to(self._device) for tokens in batches] if self.has_loss or 0 in self.stages else []
-        inputs = batches if self._parts is None else [self._parts.own_part(tokens) for tokens in batches]
-        given = inputs if 0 in self.stages else None, batches if self.has_loss else None
+        batches = [tokens.to(self._device) for tokens in batches] if self._has_loss or 0 in self._stages else []
+        inputs = [own_part(tokens, self._layout) for tokens in batches] if 0 in self._stages else None
+        given = inputs, batches if self._has_loss else None
         memory = self._run.memory
-        if memory is not None and memory.has_budget and self._plans is None:
-            own = dataclasses.replace(memory, loss="plain")
-            how: Any = {"memory": own, "optimizer": self._optimizer, "engine": self._run.train.engine}
-            self._plans = fit_stages(self._pipeline, *given, say=say, together=self._together, **how)
-            self._undo.callback(self._plans.remove)
+        if memory is not None and memory.has_budget and self.plans is None:
+            how: Any = {"optimizer": self._optimizer, "engine": self._run.train.engine, "say": say}
+            how["together"] = None if self._layout.pipeline is None else dist.group.WORLD
+            self.plans = fit_stages(self._pipeline, *given, memory=dataclasses.replace(memory, loss="plain"), **how)
+            self._undo.callback(self.plans.remove)
         losses = self._pipeline.step(*given)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for loss in losses:
-            total += loss
-        if self._parts is not None:
-            own = () if self.experts is None else self.experts.split.own_parameters()
-            self._parts.average_gradients(self._parameters(), set(own))
-        elif self.experts is not None:
-            self.experts.average_gradients()
-        return float(total) / self._schedule.num_micro_batches
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return list(torch.nn.ModuleList(self.stages.values()).parameters())
+        self._layout.average_gradients(self.model.parameters())
+        return float(sum(loss.double() for loss in losses)) / self._schedule.num_micro_batches
 
     def gradient_norm(self) -> torch.Tensor:
         """Of all stages, as one rank computes it; of several pipelines up to rounding. Collective."""
         assert self._pipeline is not None
-        if self._group is None:
+        if self._layout.pipeline is None:
             return self._pipeline.gradient_norm()
-        own = set() if self.experts is None else set(self.experts.split.own_parameters())
         elsewhere = self._pipeline.tied.counted_elsewhere()
-        in_parts = frozenset() if self._parts is None else self._parts.cut
-        num_pipelines = self._ranks.num_ranks // self._schedule.num_ranks
-        return self._ranks.norm(
-            (parameter.grad, 1 if parameter in own else self.num_texts if parameter in in_parts else num_pipelines)
-            for parameter in self._parameters()
-            if parameter.grad is not None and parameter not in elsewhere
-        )
+        parameters = [p for p in self.model.parameters() if p.grad is not None and p not in elsewhere]
+        return self._layout.norm(parameters)
 
-    def plan_record(self, pass_seconds: float) -> PlanRecord | None:
-        """Of this rank's plans; None without a budget. `pass_seconds`: what all micro-batches took, waits and all."""
-        if self._plans is None:
-            return None
-        predicted = [plan.predicted for plan in self._plans.plans.values() if plan.predicted is not None]
-        return PlanRecord(
-            digest="+".join(plan.digest() for plan in self._plans.plans.values()),
-            predicted_peak_bytes=self._plans.found.peak_bytes,
-            predicted_seconds=sum(self._plans.found.step_seconds.values()),
-            measured_seconds=pass_seconds / self._schedule.num_micro_batches,
-            predicted_stall_seconds=sum(each.stall_seconds for each in predicted),
-            num_corrections=0,
-        )
-
-    @property
-    def _in_force(self) -> list[Any]:
-        """Tides. Those of a budget can be others after a step."""
-        return self._tides if self._plans is None else list(self._plans.tides.values())
-
-    def reset_stats(self) -> None:
-        """Begin a new count, for the next step."""
-        for tide in self._in_force:
-            tide.reset_stats()
-
-    @property
-    def stats(self) -> Stats | None:
-        """The sums over the stages of this rank, whose peaks need not come at once; None without a memory section."""
-        counts = [dataclasses.asdict(tide.stats) for tide in self._in_force if tide.stats is not None]
-        if not counts:
-            return None
-        return Stats(**{name: sum(count[name] for count in counts) for name in counts[0]})
-
-    def close(self) -> None:
+    def remove(self) -> None:
         """Leave the stages as they were cut."""
         self._undo.close()
 
 
-def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.device) -> tuple[range, ...]:
+def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.device) -> Sequence[range]:
     """The layers of each stage, in the order of the model. Raises `ConfigError` with its place."""
     assert run.pipeline is not None
-    num_layers, wanted = len(model.model.layers), run.pipeline.layers
+    num_layers, num_stages, wanted = len(model.model.layers), schedule.num_stages, run.pipeline.layers
+    sizes: Sequence[int]
     if run.sections is not None and not run.sections.is_newer and run.sections.offset not in (0, None):
         if wanted != "even":
             run.fail("pipeline.layers", "'pipeline.layers' says what 'offset' says already; leave one of them out")
-        return _ranges(layers_by_offset(run.sections, schedule, num_layers))
-    if wanted == "even":
+        sizes = layers_by_offset(run.sections, schedule, num_layers)
+    elif wanted == "even":
         try:
-            return layers_of_stages(num_layers, schedule.num_stages)
+            return layers_of_stages(num_layers, num_stages)
         except ConfigError as error:
             run.fail("pipeline", f"{error}; or write 'pipeline.layers: balanced'")
-    if isinstance(wanted, tuple):
-        if (len(wanted), sum(wanted)) != (schedule.num_stages, num_layers):
+    elif wanted == "balanced":
+        if num_layers < num_stages:
+            run.fail("pipeline", f"pipeline: {num_layers} layers are too few for {num_stages} stages")
+        sizes = _balanced(run, num_stages, model, device)
+    else:
+        sizes = wanted
+        if (len(sizes), sum(sizes)) != (num_stages, num_layers):
             run.fail(
                 "pipeline.layers",
-                f"'pipeline.layers' has {len(wanted)} numbers that add up to {sum(wanted)}; '{schedule.name}' has "
-                f"{schedule.num_stages} stages here, and the model {num_layers} layers",
+                f"'pipeline.layers' has {len(sizes)} numbers that add up to {sum(sizes)}; '{schedule.name}' has "
+                f"{num_stages} stages here, and the model {num_layers} layers",
             )
-        return _ranges(wanted)
-    if num_layers < schedule.num_stages:
-        run.fail("pipeline", f"pipeline: {num_layers} layers are too few for {schedule.num_stages} stages")
-    return _ranges(_balanced(run, schedule.num_stages, model, device))
-
-
-def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
-    ends = list(accumulate(sizes))
-    return tuple(range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+    return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def _balanced(run: RunConfig, num_stages: int, model: Any, device: torch.device) -> list[int]:
@@ -297,9 +211,8 @@ def _balanced(run: RunConfig, num_stages: int, model: Any, device: torch.device)
     profile = trace(model, {"input_ids": tokens, "labels": tokens}, hardware=hardware)
     seconds: Counter[str] = Counter()  # of `model.layers.3`, `model.embed_tokens`, ...
     for name, its_seconds in zip(profile.op_names, profile.op_seconds, strict=True):
-        seconds[".".join(name.split(".")[:3] if name.startswith("model.layers.") else name.split(".")[:2])] += (
-            its_seconds
-        )
+        depth = 3 if name.startswith("model.layers.") else 2
+        seconds[".".join(name.split(".")[:depth])] += its_seconds
     layers = [seconds.pop(f"model.layers.{number}", 0.0) for number in range(len(model.model.layers))]
     first = seconds.pop("model.embed_tokens", 0.0)
     # A split may leave the two ends without a layer; here each stage is a module with some.
@@ -309,30 +222,93 @@ def _balanced(run: RunConfig, num_stages: int, model: Any, device: torch.device)
     return sizes
 
 
-def _sizes(layers: Sequence[range]) -> list[int]:
-    return [len(each) for each in layers]
+# -- products that ranks share ----------------------------------------------------------------------------------------
 
 
-# -- what a rank has of a model that was cut -------------------------------------------------------------------------
+def own_part(tokens: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """(B, T) -> (B, T / ranks that share products)."""
+    return tokens.chunk(layout.sizes["product"], dim=_SEQUENCE)[layout.product]
 
 
-def leave(model: Any, layers: Sequence[int], *, first: bool, last: bool) -> None:
-    """Take from a model that was cut what this rank does not train: all layers but these, and the embedding or the head
-    where the rank has not the `first` or the `last` stage. What is left keeps its name."""
-    for number in set(range(len(model.model.layers))) - set(layers):
-        model.model.layers[number] = nn.Identity()
-    if not first:
-        model.model.embed_tokens = None
-    if not last:
-        model.model.norm = nn.Identity()
-        model.lm_head = None
+def loss_function(
+    *, may_slice: bool, layout: Layout | None = None
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Of logits and tokens: their mean loss; if it may, in slices of rows, where they save memory and keep the bits
+    (loss/attach.py). `layout`: of ranks that share products. Then the logits are those of the own part of the sequence,
+    and the loss what this adds to the mean of all tokens."""
+    loss: Any = SlicedLoss(ForCausalLMLoss, shifts=True) if may_slice else ForCausalLMLoss
+
+    def mean(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        how: dict[str, Any] = {}
+        if layout is not None:
+            following = own_part(pad(tokens, (0, 1), value=_NONE)[:, 1:], layout).contiguous()
+            num_targets = tokens.shape[0] * (tokens.shape[1] - 1)
+            how = {"num_items_in_batch": num_targets, "shift_labels": following, "ignore_index": _NONE}
+        found: torch.Tensor = loss(logits, tokens, vocab_size=logits.shape[-1], **how)
+        return found
+
+    return mean
 
 
-def loss_function(*, may_slice: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`loss_of`; if it may, in slices of rows, where they save memory and keep the bits (loss/attach.py)."""
-    if not may_slice:
-        return loss_of
-    from transformers.loss.loss_utils import ForCausalLMLoss
+def cut_products(run: RunConfig, model: Any, stages: Iterable[Any], layout: Layout) -> None:
+    """Cut the stages of this rank, whose layers are those of `model`, where ranks share products. Raises `ConfigError`
+    for a model that cannot be cut so."""
+    size, group = layout.sizes["product"], layout.group(PRODUCTS)
+    if size == 1:
+        return
 
-    loss = SlicedLoss(ForCausalLMLoss, shifts=True)
-    return lambda logits, tokens: loss(logits, tokens, vocab_size=logits.shape[-1])
+    def fail(message: str) -> NoReturn:
+        run.fail("train.tensor_parallel", f"'train.tensor_parallel' is {size}, but {message}")
+
+    check_heads(model, size, fail)
+    attention = model.config._attn_implementation
+    if attention != "sdpa":
+        fail(f"attention runs by '{attention}', whose mask is for the tokens of a rank; use sdpa")
+
+    def count_all_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The model would count positions by its part of the sequence."""
+        given = kwargs.get("input_ids")
+        given = kwargs["inputs_embeds"] if given is None else given
+        places = torch.arange(size * given.shape[_SEQUENCE], device=given.device)
+        return args, {**kwargs, "position_ids": places.unsqueeze(0)}
+
+    def gather(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A block gets all tokens."""
+        if args:
+            return (_gather(args[0], _SEQUENCE, group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": _gather(kwargs["hidden_states"], _SEQUENCE, group)}
+
+    def scatter(module: nn.Module, args: tuple, output: torch.Tensor) -> Any:
+        """The sums over ranks, of the rank's own tokens."""
+        return _scatter(output, "sum", _SEQUENCE, group)
+
+    for stage in stages:
+        names = {module: name for name, module in stage.named_modules()}
+        stage.model.register_forward_pre_hook(count_all_tokens, with_kwargs=True)
+        for block in (block for layer in stage.model.layers for block in (layer.self_attn, layer.mlp)):
+            children = dict(block.named_children())
+            if "experts" in children:
+                continue
+            check_draws(stage, f"{names[block]}.", fail)
+            block.register_forward_pre_hook(gather, with_kwargs=True)
+            for name, child in children.items():
+                if name in _COLUMNS or name in _ROWS:
+                    _cut(child, names[child], name in _ROWS, layout, fail)
+                if name in _ROWS:
+                    child.register_forward_hook(scatter)
+
+
+def _cut(linear: Any, name: str, is_row: bool, layout: Layout, fail: Callable[[str], NoReturn]) -> None:
+    """Leave a linear its columns or rows."""
+    size = layout.sizes["product"]
+    if is_row and linear.bias is not None:
+        fail(f"'{name}' has a bias, which each rank would add; not covered, leave it out")
+    key = "in_features" if is_row else "out_features"
+    width = getattr(linear, key)
+    if width % size:
+        fail(f"'{name}' has {width} features, which do not divide by that; choose a divisor")
+    for parameter in linear.parameters():
+        # A copy, or the whole would stay in memory behind the part.
+        parameter.data = parameter.data.chunk(size, dim=1 if is_row else 0)[layout.product].clone()
+        layout.parts[parameter] = PRODUCTS
+    setattr(linear, key, width // size)

@@ -1,14 +1,16 @@
-"""One rank's share of a run: its model, its optimizer, its part of the data, and how it takes one step.
+"""A small reference trainer: byte sequences, exact to the bit across interruptions.
 
-What: a step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens, so the mean of
-their means is the mean over the tokens, and nothing is weighed wrongly. Its text and its random numbers follow from its
-number, so that a run that is resumed has those that it would have had. Under `torchrun` gradients are exchanged (DDP)
-in the last micro-batch of a step only. With `train.expert_parallel` the experts are split over ranks and gradients are
-exchanged after the last micro-batch (experts.py). With a section `pipeline` each rank has some layers (stages.py), with
-`parallel.shard` a part of each (shards.py).
+What: `train(run)` builds the model and the data of a run file, resumes if it can, and takes optimizer steps until
+`train.steps` or a signal. A step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens,
+so the mean of their means is the mean over the tokens, and nothing is weighed wrongly. Its text and its random numbers
+follow from its number, so that a run that is resumed has those that it would have had.
+Under `torchrun` gradients are exchanged (DDP) in the last micro-batch of a step only. With `train.expert_parallel` the
+experts are split over ranks and gradients are exchanged after the last micro-batch (ranks.py). With a section
+`pipeline` each rank has some layers (stages.py), with `parallel.shard` a part of each (shards.py).
 Cost beyond the model: one wait for the device per step, because every loss is looked at before it can reach the
 weights; AdamW is the fused one where the device has it, which needs no temporaries.
-Not covered: other optimizers.
+Not covered: evaluation. Equality to the bit holds where the device itself repeats its sums to the
+bit; some kernels of accelerators do not.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import math
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,38 +32,63 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from examples.train import checkpoint
-from examples.train.data import Sampler, open_text
-from examples.train.experts import check_ranks, split_for
-from examples.train.progress import PlanRecord, StepRecord, resident_bytes
-from examples.train.ranks import Ranks, StopRequest, TrainingError
-from examples.train.shards import check_shards, own_gradients, shard_for, whole_of
-from examples.train.stages import RankStages, check_stages
-from examples.train.tensor import ranks_of_a_stage
+from examples.train.data import Sampler, text_of
+from examples.train.progress import RunFiles, line_of, resident_bytes, say_on_stderr
+from examples.train.ranks import SIGNALS, Layout, Ranks, StopRequest, TrainingError
+from examples.train.shards import compare_gradients, shard
+from examples.train.stages import RankStages
 from lowtide.cli.run_model import build_model
-from lowtide.cli.run_step import make_optimizer
+from lowtide.cli.run_step import device_of_run, make_optimizer
 from lowtide.config.run import RunConfig, TrainConfig
 from lowtide.core.log import Listener
 from lowtide.mindformers.follow import follow
 from lowtide.pipeline.agree import facts_of_model, same_on_all
+from lowtide.tensors.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from lowtide.runtime.session.tide import Tide
     from lowtide.runtime.session.tides import Tides
 
-
 _RUN = "lowtide train"
 _FREE = {
     *("model.fields", "model.locations", "data.files", "pipeline.layers", "pipeline.overlap"),
-    *(
-        "train.allow_non_finite",
-        "train.log_every",
-        "train.checkpoint_every",
-        "train.output_dir",
-        "train.checkpoint_dir",
-    ),
-    *("train.resume", "train.device", "train.engine", "train.threads"),
+    *("train.allow_non_finite", "train.log_every", "train.checkpoint_every", "train.output_dir"),
+    *("train.checkpoint_dir", "train.resume", "train.device", "train.engine", "train.threads"),
 }
 """What a run that is resumed may have otherwise."""
+
+
+def train(run: RunConfig, *, on_step: Callable[[Mapping[str, Any]], None] | None = None) -> signal.Signals | None:
+    """Trains; gives the signal that stopped it, if one did. `on_step` is called on every rank after every step, with
+    its line of metrics.jsonl.
+
+    Raises `ConfigError` (settings, checkpoint, text) and `TrainingError` (loss not finite, disk full). In a group of
+    ranks a failure ends the processes of all of them here, with one message.
+    """
+    device = device_of_run(run)
+    if run.train.threads is not None:
+        torch.set_num_threads(run.train.threads)
+    ranks = Ranks(device)
+    with StopRequest() as stop:
+        try:
+            with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
+                asked = trainer.take_steps(stop, on_step)
+            ranks.leave()
+        except Exception as error:
+            ranks.fail(_told(error, ranks, run))
+    return asked
+
+
+def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
+    """Alone, a run that is out of memory ends with one line; in a group, `Ranks.fail` says which rank it was."""
+    if not ranks.is_alone or not is_out_of_memory(error):
+        return error
+    where = f"step {ranks.step}" if ranks.step else "while the run started"
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    way_out = "lower train.batch_size, or write a budget into the section 'memory'"
+    if run.memory is not None and run.memory.has_budget:
+        way_out = "lower train.batch_size or memory.budget"
+    return TrainingError(f"{where}: out of memory: {first}; {way_out}")
 
 
 class Trainer:
@@ -71,88 +98,82 @@ class Trainer:
         self.run = run
         self.ranks = ranks
         self.device = device
-        check = check_stages if run.pipeline is not None else check_shards if run.is_sharded else check_ranks
+        text = text_of(run)
+        self._text_sha256 = hashlib.sha256(text).hexdigest()
         memory = "written" if run.memory is not None else "absent"
         facts = {f"train.{name}": getattr(run.train, name) for name in ("steps", "checkpoint_every", "resume")}
         facts |= {"output_dir": run.output_dir, "section memory": memory, "section parallel": run.parallel}
-        same_on_all({**settings_of(run), **facts}, what=_RUN)
-        check(run, ranks)
-        self.reader, self.num_readers = _reader(run, ranks)
-        self.corpus = open_text(run)
+        same_on_all({**settings_of(run), **facts, "data.files (sha256)": self._text_sha256}, what=_RUN)
+        self.layout = Layout(run, ranks)
         self.sampler = Sampler(
-            corpus=self.corpus,
+            text=text,
             sequence_length=run.data.sequence_length,
             batch_size=run.train.batch_size,
             seed=run.train.seed,
-            rank=self.reader,
-            num_ranks=self.num_readers,
+            rank=self.layout.text,
+            num_ranks=self.layout.num_texts,
         )
-        self.model = build_model(run)
-        same_on_all({"data.files (sha256)": self.corpus.sha256, **facts_of_model(self.model)}, what=_RUN)
-        self.stages = RankStages(run, self.model, ranks, device) if run.pipeline is not None else None
-        self.experts = split_for(run, self.model, ranks) if self.stages is None else self.stages.experts
-        self.shards = shard_for(run, self.model, ranks, device)
+        self.model: Any = build_model(run)
+        same_on_all(facts_of_model(self.model), what=_RUN)
+        self._num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.stages: RankStages | None = None
+        self._products: Any = None
+        """The ranks that share products of shards, until they have compared the gradients that they have in common."""
+        if run.pipeline is not None:
+            self.stages = RankStages(run, self.model, self.layout, device)
+            self.model = self.stages.model
+        elif run.is_sharded:
+            self._products = shard(run, self.model, self.layout, device)
+        elif run.train.expert_parallel > 1:
+            self.layout.split_experts(run, self.model)
         self.model.to(device)
+        assert self.layout.parts.keys() <= set(self.model.parameters()), "a parameter was exchanged after it was split"
         self.optimizer = make_optimizer(self.model, run.train)
         self.resumed_from = checkpoint.to_resume(run)
-        self.step = self._load(self.resumed_from) if self.resumed_from else 0
+        self.step = 0
         """Optimizer steps done."""
+        if self.resumed_from is not None:
+            self.step = checkpoint.load(self.resumed_from, self._state(), settings=self._settings(), ranks=ranks)
         same_on_all({"steps done": self.step}, what=_RUN)
-        self._has_compared = False
-        """Whether ranks that share products have compared the gradients that they must have in common."""
-        self.say: Callable[[str], None] = lambda line: None
-        """Hears the lines of the logger `lowtide`."""
-        self._listener = Listener(self._tell)
+        self.say: Callable[[str], None] = say_on_stderr if ranks.is_first else lambda line: None
+        """Hears also the lines of the logger `lowtide`."""
+        self._listener = Listener(self.say)
         self.tide: Tide | Tides | None = None
         self._forward: torch.nn.Module = self.model
         if self.stages is not None:
             self.stages.begin(self.optimizer)
-        else:
-            self.tide = self._take_up_memory()
-            if not ranks.is_alone and self.experts is None and self.shards is None:
-                self._forward = DistributedDataParallel(self.model)
+            return
+        how: Any = {"memory": run.memory, "optimizer": self.optimizer, "engine": run.train.engine}
+        if run.sections is not None:
+            self.tide = follow(self.model, run.sections, **how)
+        elif run.memory is not None:
+            # Rules are followed as written; a budget is planned for in the first step.
+            self.tide = (lowtide.optimize if run.memory.has_budget else lowtide.apply)(self.model, **how)
+        if not (ranks.is_alone or run.is_sharded or self.layout.parts):
+            self._forward = DistributedDataParallel(self.model)
 
-    def _take_up_memory(self) -> Tide | Tides | None:
-        """Rules are followed as written; a budget is planned for in the first step."""
-        memory, sections = self.run.memory, self.run.sections
-        how: Any = {"optimizer": self.optimizer, "engine": self.run.train.engine}
-        if sections is not None:
-            return follow(self.model, sections, memory=memory, **how)
-        if memory is None:
-            return None
-        if not memory.has_budget:
-            return lowtide.apply(self.model, memory, **how)
-        return lowtide.optimize(self.model, memory=memory, **how)
-
-    def _tell(self, line: str) -> None:
-        self.say(line)  # looked up at each call: `self.say` is set after the plan was put on
+    def close(self) -> None:
+        """Leaves the model as it was built, and lets go of the process group."""
+        self._listener.close()
+        self._forward = self.model
+        for each in self.stages, self.tide:
+            if each is not None:
+                each.remove()
 
     @property
     def description(self) -> str:
         """What is trained, on what, by whom."""
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        ranks = "" if self.ranks.is_alone else f" on {self.ranks.num_ranks} ranks"
-        if self.shards is not None:
-            ranks += f", {self.shards.layout}"
+        text = f"{len(self.sampler.text):,} bytes of text (sha256 {self._text_sha256[:12]})"
+        tokens = f"{self.tokens_per_step:,} tokens per step"
+        parts = [f"{self._num_parameters:,} parameters", text, tokens, f"{self.device}{self.layout}"]
         if self.stages is not None:
-            num_parameters = self.stages.num_parameters
-            ranks += f", stages of {', '.join(map(str, self.stages.layer_counts))} layers"
-        if self.experts is not None:
-            num_ranks = self.experts.split.num_ranks
-            if self.stages is None:
-                num_parameters += (num_ranks - 1) * sum(p.numel() for p in self.experts.split.own_parameters())
-            ranks += f", experts split over {num_ranks}"
-        if self.run.train.tensor_parallel > 1:
-            ranks += f", products over {self.run.train.tensor_parallel}"
-        return (
-            f"{num_parameters:,} parameters, {len(self.corpus.text):,} bytes of text "
-            f"(sha256 {self.corpus.sha256[:12]}), {self.tokens_per_step:,} tokens per step, {self.device}{ranks}"
-        )
+            parts.append(f"stages of {', '.join(map(str, self.stages.layer_counts))} layers")
+        return ", ".join(parts)
 
     @property
     def tokens_per_step(self) -> int:
         """Of all ranks."""
-        num_sequences = self.run.train.batch_size * self._num_micro_batches * self.num_readers
+        num_sequences = self.run.train.batch_size * self._num_micro_batches * self.layout.num_texts
         return num_sequences * self.run.data.sequence_length
 
     @property
@@ -160,19 +181,62 @@ class Trainer:
         pipeline = self.run.pipeline
         return self.run.train.grad_accumulation if pipeline is None else pipeline.micro_batches
 
-    def take_step(self, stop: StopRequest) -> tuple[StepRecord, signal.Signals | None]:
-        """One optimizer step, and the signal on which all ranks agree to stop after it."""
-        self._start_count()
-        self._seed_step()
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def take_steps(
+        self, stop: StopRequest, on_step: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> signal.Signals | None:
+        """Steps until the last one or a signal, which it gives; a checkpoint at the end in either case."""
+        run, settings, newest, first_step = self.run, self.run.train, self.resumed_from, self.step
+        asked: signal.Signals | None = None
+        files = RunFiles(run.output_dir, first_step=self.step, warn=self.say) if self.ranks.is_first else None
+        self.say(self.description)
+        if newest:
+            self.say(f"resumed from {newest}")
+        while self.step < settings.steps and asked is None:
+            self.ranks.step = self.step + 1
+            record, asked = self._take_step(stop)
+            if files is not None:
+                files.append(record)
+                files.follow(self.tide)
+            is_last = self.step == settings.steps
+            is_due = is_last or self.step == first_step + 1 or self.step % settings.log_every == 0
+            if is_due or (record["tide"] and record["tide"]["num_retries"]):
+                self.say(line_of(record, settings.steps))
+            if on_step is not None:
+                on_step(record)
+            if is_last or asked or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
+                how: Any = {"step": self.step, "settings": self._settings(), "ranks": self.ranks}
+                newest = checkpoint.save(run.checkpoint_dir, self._state(), **how)
+        if self.step >= settings.steps:
+            asked = None  # a signal in the last step came too late to stop anything
+        if asked:
+            done = f"after step {self.step} of {settings.steps}"
+            self.say(f"stopped by {asked.name} {done}; saved {newest}; run again to go on")
+        elif self.step == first_step:
+            self.say(f"nothing left to do: {newest} has all {settings.steps} steps; raise train.steps to train on")
+        else:
+            self.say(f"done: {settings.steps} steps; saved {newest}")
+        return asked
+
+    def _take_step(self, stop: StopRequest) -> tuple[dict[str, Any], signal.Signals | None]:
+        """One optimizer step: its line of metrics.jsonl, and the signal on which all ranks agree to stop after it."""
+        for tide in self._tides:
+            tide.reset_stats()  # peak and totals are those of one step
+        if self._asks_allocator:
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        # Ranks that share products of shards must draw alike.
+        place = self.layout.text if self.run.is_sharded else self.ranks.rank
+        _seed(random.Random(f"{self.run.train.seed} {place} {self.step}").getrandbits(62))
         start = time.perf_counter()
         learning_rate = learning_rate_at(self.step, self.run.train)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         own_loss = self._accumulate_gradients()
-        if self.shards is not None and not self._has_compared:
-            self.shards.compare_gradients(self.model)
-            self._has_compared = True
-        pass_seconds = (time.perf_counter() - start) / self.run.train.grad_accumulation
+        if self._products is not None:
+            compare_gradients(self.model, self._products)
+            self._products = None
+        pass_seconds = (time.perf_counter() - start) / self._num_micro_batches
         loss, asked = self._agree(own_loss, stop)
         grad_norm = self._clip()
         self._check_finite(loss, grad_norm)
@@ -181,141 +245,93 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - start
         resident, peak_resident = resident_bytes()
-        counted = self.tide or self.stages
-        stats = counted.stats if counted is not None else None
-        record = StepRecord(
-            step=self.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            step_seconds=seconds,
-            tokens_per_second=self.tokens_per_step / seconds,
-            peak_bytes=stats.peak_device_bytes if stats else self._peak_bytes(),
-            resident_bytes=resident,
-            peak_resident_bytes=peak_resident,
-            tide=dataclasses.asdict(stats) if stats else None,
-            plan=self._plan_record(pass_seconds),
-            device=self.device.type,
-        )
+        counts = [dataclasses.asdict(tide.stats) for tide in self._tides if tide.stats is not None]
+        # Of several stages the sums, also of peaks, which need not come at once.
+        counted = {name: sum(count[name] for count in counts) for name in counts[0]} if counts else None
+        peak_bytes = counted["peak_device_bytes"] if counted else None
+        if self._asks_allocator:
+            peak_bytes = torch.accelerator.max_memory_allocated(self.device)
+        record = {
+            "step": self.step,
+            "loss": loss,  # the mean over all tokens of the step, on all ranks, before the optimizer moved
+            "grad_norm": grad_norm,  # before clipping
+            "learning_rate": learning_rate,
+            "step_seconds": seconds,
+            "tokens_per_second": self.tokens_per_step / seconds,  # of all ranks; other bytes and seconds are rank 0's
+            "peak_bytes": peak_bytes,
+            "resident_bytes": resident,
+            "peak_resident_bytes": peak_resident,
+            "tide": counted,
+            "plan": self._plan(pass_seconds),
+            "device": self.device.type,
+        }
         return record, asked
 
-    def _seed_step(self) -> None:
-        # Ranks that share products must draw alike.
-        place = self.ranks.rank if self.shards is None else self.reader
-        _seed(random.Random(f"{self.run.train.seed} {place} {self.step}").getrandbits(62))
-
-    def _plan_record(self, pass_seconds: float) -> PlanRecord | None:
-        if self.stages is not None:
-            return self.stages.plan_record(pass_seconds)
-        plan = self.tide.plan if self.tide is not None else None
-        if plan is None or plan.predicted is None:
+    def _plan(self, pass_seconds: float) -> dict[str, Any] | None:
+        """The plan of a budget, and what it promised for one micro-batch, which took `pass_seconds`."""
+        fitted = None if self.stages is None else self.stages.plans
+        if fitted is not None:
+            plans, peak_bytes = [*fitted.plans.values()], fitted.found.peak_bytes
+        elif self.tide is not None and self.tide.plan is not None and self.tide.plan.predicted is not None:
+            plans, peak_bytes = [self.tide.plan], self.tide.plan.predicted.peak_bytes
+        else:
             return None
-        return PlanRecord(
-            digest=plan.digest(),
-            predicted_peak_bytes=plan.predicted.peak_bytes,
-            predicted_seconds=plan.predicted.pass_seconds,
-            measured_seconds=pass_seconds,
-            predicted_stall_seconds=plan.predicted.stall_seconds,
-            num_corrections=getattr(self.tide, "num_corrections", 0),
-        )
+        digest = "+".join(plan.digest() for plan in plans)
+        return {"digest": digest, "predicted_peak_bytes": peak_bytes, "measured_seconds": pass_seconds}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's weights, of a pipeline those of this rank; with shards or split experts, those of all ranks; then
-        collective."""
-        if self.shards is not None:
-            return {name: whole_of(tensor) for name, tensor in self.model.state_dict().items()}
-        if self.experts is None or self.stages is not None:
-            return self.model.state_dict()
-        return self.experts.split.full_state_dict()
+    @property
+    def _asks_allocator(self) -> bool:
+        """For the peak. Lowtide asks by itself, and the CPU's knows nothing."""
+        return self.device.type != "cpu" and not self._tides
 
-    def save(self) -> Path:
-        how: Any = {"step": self.step, "settings": self._settings(), "ranks": self.ranks}
-        return checkpoint.save(self.run.checkpoint_dir, self._state(), **how)
-
-    def _load(self, path: Path) -> int:
-        return checkpoint.load(path, self._state(), settings=self._settings(), ranks=self.ranks)
-
-    def _settings(self) -> dict[str, Any]:
-        """What a checkpoint is compared with: what shapes the loss curve, and who has what of the model."""
-        settings = settings_of(self.run) | {"data.files (sha256)": self.corpus.sha256}
-        if self.shards is None:
-            own = {} if self.stages is None else self.stages.settings
-            return settings | own | {"number of ranks": self.ranks.num_ranks}
-        # Another number of ranks may take the run up, if a step has the same sequences.
-        num_sequences = settings.pop("train.batch_size") * settings.pop("train.grad_accumulation") * self.num_readers
-        return settings | {"parallel.shard": True, "sequences of a step": num_sequences}
-
-    def _state(self) -> checkpoint.State:
-        rename: Callable[[str], str] | None = None
-        if self.stages is not None:  # ranks of pipelines that share experts have parts of the same name
-            rename = f"{{}}[rank {self.ranks.rank}]".format
-        elif self.experts is not None:
-            rename = self.experts.name_of
-        return checkpoint.State(self.model, self.optimizer, rename)
-
-    def close(self) -> None:
-        """Leaves the model as it was built, and lets go of the process group."""
-        self._listener.close()
-        self._forward = self.model
+    @property
+    def _tides(self) -> list[Any]:
         if self.stages is not None:
-            self.stages.close()
-        if self.tide is not None:
-            self.tide.remove()
+            return self.stages.tides
+        return [] if self.tide is None else [self.tide]
 
     def _accumulate_gradients(self) -> float:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
         count = self._num_micro_batches
         batches = map(self.sampler.batch, range(self.step * count, (self.step + 1) * count))  # (B, T) each
         if self.stages is not None:
-            return self.stages.take_passes(batches, self._tell)
+            return self.stages.take_passes(batches, self.say)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, tokens in enumerate(batches, start=1):
             run = functools.partial(self._run_micro_batch, tokens.to(self.device), is_last=number == count)
             total += self.tide.step(run) if self.tide is not None else run()
-        if self.experts is not None:
-            self.experts.average_gradients()
+        if self.layout.parts:
+            self.layout.average_gradients(self.model.parameters())
         return float(total) / count
 
     def _run_micro_batch(self, tokens: torch.Tensor, *, is_last: bool) -> torch.Tensor:
         """Forward and backward; the loss. It may run again if memory runs out."""
-        with self._exchange(is_on=is_last), self._autocast():
-            loss = self._forward(input_ids=tokens, labels=tokens).loss
-        with self._exchange(is_on=is_last):
+        is_narrow = self.run.train.precision == "bf16_autocast"
+        exchanges = self._forward if isinstance(self._forward, DistributedDataParallel) and not is_last else None
+        with contextlib.nullcontext() if exchanges is None else exchanges.no_sync():
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_narrow):
+                loss = self._forward(input_ids=tokens, labels=tokens).loss
             (loss / self.run.train.grad_accumulation).backward()
         return loss.detach()
 
-    def _exchange(self, *, is_on: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients are exchanged between ranks once per step, in its last micro-batch."""
-        if is_on or not isinstance(self._forward, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return self._forward.no_sync()
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.run.train.precision != "bf16_autocast":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
     def _agree(self, loss: float, stop: StopRequest) -> tuple[float, signal.Signals | None]:
         """The mean loss of all ranks that have one, and whether any of them was asked to stop."""
-        flags = [float(stop.asked is number) for number in (signal.SIGTERM, signal.SIGINT)]
-        total, num_terminated, num_interrupted = self.ranks.sum([loss, *flags])
-        asked = signal.SIGTERM if num_terminated else signal.SIGINT if num_interrupted else None
-        return total / (self.ranks.num_ranks if self.stages is None else self.num_readers), asked
+        total, *asked = self.ranks.sum([loss, *(float(stop.asked is number) for number in SIGNALS)])
+        num_losses = self.ranks.num_ranks if self.stages is None else self.layout.num_texts
+        return total / num_losses, next((number for number, count in zip(SIGNALS, asked, strict=True) if count), None)
 
     def _clip(self) -> float:
         """Scales the gradients down to `clip_grad_norm`; their norm before that."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.stages is not None:
             norm = self.stages.gradient_norm()
-        elif self.experts is not None:
-            norm = self.experts.split.gradient_norm()
-        elif self.shards is not None:
-            norm = self.ranks.norm(own_gradients(parameters, self.ranks))
+        elif self.run.is_sharded or self.layout.parts:
+            norm = self.layout.norm(parameters)
         else:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         if self.run.train.clip_grad_norm is not None:
             # Shards over different ranks cannot be in one call.
-            how: Any = {} if self.shards is None else {"foreach": False}
+            how: Any = {"foreach": False} if self.run.is_sharded else {}
             torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm, **how)
         return float(norm)
 
@@ -328,18 +344,27 @@ class Trainer:
             "raise train.warmup_steps, or write train.allow_non_finite: true to go on all the same"
         )
 
-    def _start_count(self) -> None:
-        """Peak and lowtide's totals are those of one step."""
-        if self.stages is not None:
-            self.stages.reset_stats()
-        if self.tide is not None:
-            self.tide.reset_stats()
-        elif self.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self.device)
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _peak_bytes(self) -> int | None:
-        """Without a tide: what the allocator knows; the CPU's knows nothing."""
-        return None if self.device.type == "cpu" else torch.accelerator.max_memory_allocated(self.device)
+    def _settings(self) -> dict[str, Any]:
+        """What a checkpoint is compared with: what shapes the loss curve, and who has what of the model."""
+        settings = settings_of(self.run) | {"data.files (sha256)": self._text_sha256}
+        if not self.run.is_sharded:
+            own = {} if self.stages is None else {"layers of stages": self.stages.layer_counts}
+            return settings | own | {"number of ranks": self.ranks.num_ranks}
+        # Another number of ranks may take the run up, if a step has the same sequences.
+        del settings["train.batch_size"], settings["train.grad_accumulation"]
+        num_sequences = self.tokens_per_step // self.run.data.sequence_length
+        return settings | {"parallel.shard": True, "sequences of a step": num_sequences}
+
+    def _state(self) -> checkpoint.State:
+        def rename(name: str) -> str:
+            if self.stages is not None:  # ranks of pipelines that share experts have parts of the same name
+                return f"{name}[rank {self.ranks.rank}]"
+            is_part = bool(self.layout.parts) and name.endswith(self.layout.expert_names)
+            return f"{name}[{self.layout.share}/{self.run.train.expert_parallel}]" if is_part else name
+
+        return checkpoint.State(self.model, self.optimizer, rename)
 
 
 def settings_of(run: RunConfig) -> dict[str, Any]:
@@ -369,16 +394,6 @@ def learning_rate_at(step: int, settings: TrainConfig) -> float:
         return settings.learning_rate
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def _reader(run: RunConfig, ranks: Ranks) -> tuple[int, int]:
-    """Which of how many readers of the text this rank is: ranks of one pipeline, and ranks that share products, are
-    one."""
-    if run.pipeline is not None:
-        beside, size = ranks_of_a_stage(run), run.train.tensor_parallel
-        return ranks.rank % beside // size, beside // size
-    size = run.parallel.tensor or 1 if run.parallel is not None and run.is_sharded else 1
-    return ranks.rank // size, ranks.num_ranks // size
 
 
 def _seed(seed: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from examples.train import loop, progress
-from examples.train.progress import MetricsFile, StepRecord
+from examples.train import trainer
+from examples.train.progress import RunFiles
 from lowtide.cli.main import main
 from lowtide.report.run_folder import report_of_folder
 
@@ -83,6 +83,12 @@ class FullDisk:
     def __init__(self, file: Any, num_bytes: int) -> None:
         self._file, self._left = file, num_bytes
 
+    def __enter__(self) -> FullDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
     def write(self, data: memoryview) -> int:
         taken = min(len(data), self._left)
         if not taken:
@@ -94,35 +100,27 @@ class FullDisk:
         return getattr(self._file, name)
 
 
-def _record(step: int) -> StepRecord:
-    return StepRecord(
-        step=step, loss=0.5, grad_norm=1.0, learning_rate=0.1, step_seconds=1.0, tokens_per_second=1.0, peak_bytes=None,
-        resident_bytes=None, peak_resident_bytes=None, tide=None,
-    )  # fmt: skip
-
-
-def test_lines_on_a_full_disk_are_whole_or_not_there(tmp_path: Path) -> None:
+def test_lines_on_a_full_disk_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, first_step=0, warn=said.append)
-    metrics.append(_record(1))
-    metrics._file = FullDisk(metrics._file, 20)
-    metrics.append(_record(2))
-    metrics.append(_record(3))
-    metrics._file = metrics._file._file  # there is room again
-    metrics.append(_record(4))
-    metrics.close()
+    files = RunFiles(tmp_path, first_step=0, warn=said.append)
+    record = {"loss": 0.5, "step_seconds": 1.0}
+    files.append({"step": 1, **record})
+    opened = Path.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *args, **how: FullDisk(opened(*args, **how), 20))
+        files.append({"step": 2, **record})
+        files.append({"step": 3, **record})
+    files.append({"step": 4, **record})  # there is room again
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
     assert said == [
         f"lowtide: {path} cannot be written: No space left on device; training goes on without a record of these steps"
     ]
-    assert metrics.losses_sha256() is not None
 
 
 def test_a_plan_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(progress, "say_on_stderr", said.append)
-    monkeypatch.setattr(loop, "say_on_stderr", said.append)
+    monkeypatch.setattr(trainer, "say_on_stderr", said.append)
     write = Path.write_text
 
     def full(self: Path, text: str, encoding: str) -> int:

@@ -50,7 +50,7 @@ ON_BOTH = {
 GO = """
 import json, os
 from pathlib import Path
-from examples.train.loop import train
+from examples.train.trainer import train
 from examples.train.ranks import Ranks
 from lowtide.cli.run_file import load_run
 

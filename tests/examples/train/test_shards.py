@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from examples.train.loop import train
+from examples.train.trainer import train
 from lowtide.cli.run_file import load_run
 from lowtide.errors import ConfigError
-from tests.support import two_ranks
+from tests.support import trained, two_ranks
 
 RUN = """\
 model:
@@ -35,9 +35,10 @@ BUDGET = 340_000
 GO = """
 import dataclasses, os
 from pathlib import Path
-from examples.train.loop import train
 from examples.train.ranks import Ranks
+from examples.train.trainer import train
 from lowtide.cli.run_file import load_run
+from tests.support.trained import weights_sha256
 
 def refused(self, error, **how):  # else it would end the process, and the jobs that come after it
     os.environ["REFUSED"] = f"{type(error).__name__}: {error}"
@@ -55,7 +56,8 @@ def go(name, memory="same", parallel={}, model={}, **keys):
     if memory != "same":
         run = dataclasses.replace(run, memory=memory and dataclasses.replace(run.memory, swap=None, **memory))
     try:
-        return train(run, wants_weights_hash=True).weights_sha256
+        train(run)
+        return weights_sha256(run.output_dir)
     except SystemExit:
         return os.environ["REFUSED"]
     finally:
@@ -132,8 +134,7 @@ def more(answers: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return trained.losses(folder / "runs" / name)
 
 
 def test_it_learns_as_one_rank_does(answers: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,18 +184,25 @@ def test_other_ranks_that_share_products_do_too(more: dict[str, Any], folder: Pa
     assert losses(folder, "tensor 2") == pytest.approx(losses(folder, "whole")[2:], rel=1e-4)
 
 
-def test_what_is_refused(answers: dict[str, Any], folder: Path) -> None:
+def test_what_is_refused(answers: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers["uneven"] == (
         "ConfigError: run.yaml:12:34: 'parallel.tensor' is 4, but 'model.num_key_value_heads' is 2, and a head is not "
         "cut; choose a divisor"
     )
     assert answers["three"] == (
-        "ConfigError: run.yaml:12:11: 'parallel.data' is 3, but 4 ranks with 'tensor' 2 make 2; leave it out, or start "
-        "as many ranks"
+        "ConfigError: run.yaml:12:19: 'parallel.shard' is fsdp2 and 'parallel.data' 3 and 'parallel.tensor' 2, but "
+        "there are 4 ranks; start it with torchrun --nproc-per-node 6"
     )
     assert answers["other"] == (
         "ConfigError: runs/whole/checkpoints/step-00000002: made by a run with other settings: sequences of a step was "
         "4 and is now 8; put them back, or start a new run with another train.output_dir"
+    )
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError) as error:
+        train(load_run("run.yaml"))
+    assert str(error.value) == (
+        "run.yaml:12:19: 'parallel.shard' is fsdp2 and 'parallel.tensor' 2, but there is 1 rank; start it with "
+        "torchrun --nproc-per-node 2, or a multiple of that"
     )
     for text, line in {
         "pipeline: {stages: 2, micro_batches: 2}": "'parallel.shard' cannot stand beside 'pipeline' yet; take one of "
@@ -215,10 +223,10 @@ def test_the_others_end_when_a_rank_is_killed(folder: Path) -> None:
     code = GO + textwrap.dedent(
         """
         import signal
-        from examples.train.loop import train
+        from examples.train.trainer import train
         Ranks.fail = original
         def on_step(record):
-            if record.step == 2 and os.environ["RANK"] == "3":
+            if record["step"] == 2 and os.environ["RANK"] == "3":
                 os.kill(os.getpid(), signal.SIGKILL)
         run = load_run("run.yaml")
         train(dataclasses.replace(run, output_dir=Path("runs/killed")), on_step=on_step)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from examples.train.loop import train
+from examples.train.trainer import train
 from lowtide.cli.run_file import load_run
 from lowtide.cli.run_step import trace_run
 from lowtide.errors import ConfigError
 from lowtide.timeline.hardware import load_hardware
 from tests.support import processes, two_ranks
+from tests.support.trained import losses, steps_of
 
 LLAMA = {
     "model_type": "llama",
@@ -57,16 +58,8 @@ def write(name: str, *, model: dict[str, Any] = LLAMA, sections: dict[str, Any] 
     Path(f"{name}.yaml").write_text("".join(f"{key}: {json.dumps(section)}\n" for key, section in file.items()))
 
 
-def steps_of(folder: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: str) -> list[float]:
-    return [step["loss"] for step in steps_of(folder)]
-
-
 def on_ranks(code: str, num_ranks: int = 2) -> list[processes.End]:
-    head = "from lowtide.cli.run_file import load_run\nfrom examples.train.loop import train\n"
+    head = "from lowtide.cli.run_file import load_run\nfrom examples.train.trainer import train\n"
     return two_ranks.finish(two_ranks.start(head + textwrap.dedent(code), Path.cwd(), num_ranks), Path.cwd())
 
 
@@ -155,7 +148,7 @@ def test_a_stage_that_fails_ends_both_ranks_with_one_message() -> None:
         def fail(*_):
             raise RuntimeError("the dog ate the batch")
         if os.environ["RANK"] == "1":
-            self.stages[1].register_forward_pre_hook(fail)
+            self.model[0].register_forward_pre_hook(fail)
     RankStages.begin = begin_badly
     train(load_run("run.yaml"))
     """
@@ -267,5 +260,5 @@ def test_layers_are_dealt_by_their_time_and_so_again_when_a_run_is_resumed(capsy
     assert losses("run") == losses("alone")
     assert capsys.readouterr().err.count(", stages of 3, 1 layers") == 2
     write("run", model=model, sections={"pipeline": DUALPIPEV | {"stages": 1}}, steps=NUM_STEPS + 1)
-    with pytest.raises(ConfigError, match=re.escape("pipeline.layers was [3, 1] and is now None; put them back")):
+    with pytest.raises(ConfigError, match=re.escape("layers of stages was [3, 1] and is now [2, 2]; put them back")):
         train(load_run("run.yaml"))
