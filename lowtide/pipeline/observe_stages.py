@@ -14,6 +14,7 @@ see.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -194,7 +195,10 @@ def _observe_stage(
     # An input that has gone through a hook of FSDP2's is a node, and counts with what the chunk was given as well.
     given_nodes = {node.name for node in saves.nodes.values() if node.storage.kind == "input"}
     twice = sum(site.nbytes for site in profile.sites if site.name in given_nodes and site.dies >= num_ops)
-    return kept_outside(profile, held, [nbytes + twice for nbytes in output.gathered]), tuple(watch.exchanges)
+    profile = kept_outside(profile, held, [nbytes + twice for nbytes in output.gathered])
+    if torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(device_of(module).type):
+        profile = with_casts_of_before(profile, output.recorder.casts)
+    return profile, tuple(watch.exchanges)
 
 
 def _away(gathered: Sequence[int], turn: int, whole_bytes: int) -> tuple[int, ...]:
@@ -288,6 +292,31 @@ def kept_outside(profile: Profile, held: Collection[str], elsewhere: Iterable[in
     left = profile.without_recipes(hurt)
     nodes = tuple(node for node in left.nodes if node.name not in gone)
     return dataclasses.replace(left, op_bytes=tuple(op_bytes), nodes=nodes, calls=tuple(calls))
+
+
+def with_casts_of_before(profile: Profile, casts: Sequence[tuple[int, int, int]]) -> Profile:
+    """The same step as one of a later micro-batch, to which autocast gives the casts that it made of weights in the
+    first one. `casts`: as a `StepRecorder` has them. Their nodes are older than all others of the micro-batch, so they
+    run last in its backward, and the gradients of the casts wait for that; and distances are shorter by these nodes."""
+    op_bytes = list(profile.op_bytes)
+    for op, _, nbytes in casts:
+        name = f"{profile.op_names[op]}:backward"
+        made = profile.op_names.index(name) if name in profile.op_names else profile.num_forward_ops
+        for later in range(made, len(op_bytes)):
+            op_bytes[later] += nbytes
+    numbers = [number for _, number, _ in casts]
+
+    def without(sequence: int) -> int:
+        return sequence - bisect.bisect_right(numbers, sequence)
+
+    nodes = tuple(
+        dataclasses.replace(
+            node, first_sequence=without(node.first_sequence), last_sequence=without(node.last_sequence)
+        )
+        for node in profile.nodes
+    )
+    calls = tuple(dataclasses.replace(call, end_sequence=without(call.end_sequence)) for call in profile.calls)
+    return dataclasses.replace(profile, op_bytes=tuple(op_bytes), nodes=nodes, calls=calls)
 
 
 def _largest(pipeline: Pipeline, inputs: Sequence[Any] | None) -> tuple[int, bool]:

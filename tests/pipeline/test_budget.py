@@ -20,8 +20,9 @@ NAMES = ("zb_v", "interleaved")
 MORE_NAMES = ("1f1b", "gpipe", "dualpipev")
 OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
 SHARED: dict[str, Any] = {"experts": "shared", "num_micro_batches": 3}
-CASTS: dict[str, Any] = {"casts": True, "num_blocks": 8}
-"""Autocast around the whole step, which holds on to its casts of weights until then."""
+CASTS: dict[str, Any] = {"casts": True, "inner": 256}
+"""Autocast around the whole step, which holds on to its casts of weights until then. Their nodes run last in each later
+backward, and fetches counted by nodes began earlier than was planned: rank 1 needed 5.8 % more than promised."""
 OF_PLAIN = {"is_of_plain": True}
 """To look for the least takes half as long as a plan."""
 PUT_OFF: dict[str, Any] = {"puts_off": True}
@@ -74,6 +75,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "recompute": ("budgets", {"name": "zb_v", "share": 0.6, "swap": "none"} | OF_PLAIN),
         "shared": ("budgets", {"name": "one_stage_overlap", "share": 0.5, "about": SHARED} | OF_PLAIN),
         "state": ("budgets", {"name": "1f1b", "share": 0.34, "about": LARGE, "optimizer": "swap"} | OF_PLAIN),
+        "casts": ("budgets", {"name": "1f1b", "share": 0.5, "about": CASTS} | OF_PLAIN),
         "put off": ("budgets", {"name": "zb_v", "share": 0.7, "about": PUT_OFF} | OF_PLAIN),
         "kept put off": ("kept", {"names": ["zb_v"], "about": PUT_OFF}),
         "kept": ("kept", {"names": list(NAMES)}),
@@ -89,9 +91,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
-    """With other schedules, and under autocast (a pipeline under it: examples/train/test_stages.py)."""
+    """With other schedules."""
     jobs: dict[str, two_ranks.Job] = {
-        "casts": ("budgets", {"name": "1f1b", "share": 0.4, "about": CASTS} | OF_PLAIN),
         "kept": ("kept", {"names": list(MORE_NAMES)}),
         "kept put off": ("kept", {"names": ["dualpipev"], "about": PUT_OFF}),
         "kept_turns": ("kept", {"names": ["dualpipev"], "about": OWN}),
@@ -106,19 +107,10 @@ def _given(jobs: dict[str, two_ranks.Job], tmp_path_factory: pytest.TempPathFact
     return dict(zip(jobs, given, strict=True))
 
 
-@pytest.mark.parametrize("job", ["held", "recompute", "turns", "shared", "state", "put off"])
+@pytest.mark.parametrize("job", ["held", "recompute", "turns", "shared", "state", "casts", "put off"])
 def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
     answers: dict[str, tuple[Any, ...]], job: str
 ) -> None:
-    assert_kept(answers, job)
-
-
-@pytest.mark.extended
-def test_so_it_does_under_autocast(more: dict[str, tuple[Any, ...]]) -> None:
-    assert_kept(more, "casts")
-
-
-def assert_kept(answers: dict[str, tuple[Any, ...]], job: str) -> None:
     for answer in answers[job]:
         assert answer["different"] == []
         assert max(answer["peaks"]) <= answer["promised"] <= answer["budget"]
