@@ -11,15 +11,16 @@ Cost: one step of one micro-batch through all stages, with experts on several ra
 second or a few for the solver.
 Before a step that needs more room (a larger micro-batch than any before, more bytes of its batch, gradients that are
 there already) plans are made again, on all ranks together.
-Not covered: pairs that are carried out in another way than `Overlap` does (refused by name); a micro-batch of another
-shape with no more elements, or to whose experts come more rows than were planned for: the guard spills what is more;
-the fragments of a device's allocator.
+Not covered: pairs that are carried out in another way than `Overlap` does (refused by name); a micro-batch with no more
+elements that is longer in some dimension (a warning says so), or to whose experts come more rows than were planned for:
+the guard spills what is more, if that is enough; the fragments of a device's allocator.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,7 @@ def fit_stages(
         between = _shared_bytes(pipeline, own) + pipeline.tied.num_bytes
         if together is not None or pipeline.replicas:
             between = max(between, averaging_bytes(list(own.parameters())))
+        between -= sum(chunk.gathered_bytes + chunk.whole_gradient_bytes for chunk in chunks.values())  # gone by then
         state = _state_of(pipeline, own, (inputs, targets), optimizer, chunks.values())
         if config.optimizer == "swap" and not any(gather(state.optimizer_movable, ranks.group)):
             # Of the ranks of a pipeline some may have nothing.
@@ -128,7 +130,9 @@ def fit_stages(
         found = ranks.all_do("its plan", lambda: plan_rank_with_state(task))
         known = _need_of(inputs, targets, device.type)
         how: Any = {"ranks": ranks, "known": known, "say": say, "closes": chosen is not engine}
-        return ranks.all_do("its plan", lambda: StagePlans(pipeline, task, found, placed, **how)).told()
+        plans = ranks.all_do("its plan", lambda: StagePlans(pipeline, task, found, placed, **how))
+        plans._note_shapes(inputs, is_observed=True)
+        return plans.told()
     except BaseException:
         if chosen is not engine:
             chosen.close()
@@ -264,6 +268,17 @@ def _need_of(
     return max(map(size_of, inputs or ()), default=0), batch_bytes, kept_bytes
 
 
+_Shapes = list[tuple[int, ...]]
+"""Of the tensors of a micro-batch."""
+
+
+def _is_within(shapes: _Shapes, known: _Shapes) -> bool:
+    """Whether no tensor is longer in any dimension."""
+    return len(shapes) == len(known) and all(
+        len(own) == len(other) and all(map(operator.le, own, other)) for own, other in zip(shapes, known)
+    )
+
+
 class StagePlans:
     """The plans in force on the stages of a rank. Made by `fit_stages`; `remove` restores the stages exactly."""
 
@@ -294,6 +309,8 @@ class StagePlans:
         self._owns_engine = closes
         self._known = self._next = known
         """What there is room for; and the larger of that and of what the step that begins needs."""
+        self._shapes: list[_Shapes] = []
+        """Of micro-batches that were observed, or warned of."""
         self._on_buffer: Callable[[torch.UntypedStorage], None] | None = None
         """Inside of an audit."""
         try:
@@ -343,7 +360,24 @@ class StagePlans:
         now = _need_of(inputs, targets, self._engine.device_type, kept_bytes)
         largest, batch_bytes, kept_bytes = map(max, self._known, now)
         self._next = largest, batch_bytes, kept_bytes
+        self._note_shapes(inputs, is_observed=largest > self._known[0])
         return 2 if largest > self._known[0] else int(self._next != self._known)
+
+    def _note_shapes(self, inputs: Sequence[Any] | None, *, is_observed: bool) -> None:
+        """Warn of micro-batches that are longer in some dimension than those known. The largest one may be observed."""
+        for number, entry in enumerate(sorted(inputs or (), key=size_of, reverse=True)):
+            shapes = [tuple(each.shape) for each in tensors_in(entry)]
+            if any(_is_within(shapes, known) for known in self._shapes):
+                continue
+            if number or not is_observed:
+                words = [", ".join(str([*shape]) for shape in each) for each in (shapes, self._shapes[0])]
+                LOG.warning(
+                    "lowtide: pipeline: step %d has a micro-batch of shape %s, with no more elements than the one that "
+                    "was observed (%s), and longer. If it needs more (attention does), the budget may be passed; give "
+                    "fit_stages the micro-batches that need most",
+                    *(self._pipeline.num_steps, *words),
+                )
+            self._shapes.append(shapes)
 
     def renew(self, lack: int, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> None:
         """Make room for the step that `lacks` was asked about. Collective. `lack`: the most of any rank of the

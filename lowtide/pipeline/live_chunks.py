@@ -38,6 +38,8 @@ class Moment:
     """(whose result, how many of them)."""
     resharded: tuple[int, ...] = ()
     """Stages of which FSDP2 has let go of weights: their last action was a forward."""
+    fresh: tuple[int, ...] = ()
+    """Stages whose first backward is not over: of their gradients there is no more than it has made."""
 
     def num_of(self, stage: int) -> int:
         """Chunks of a stage that are alive or run."""
@@ -50,6 +52,7 @@ class Moment:
             and _covers(dict(self.live), dict(other.live))
             and _covers(dict(self.messages), dict(other.messages))
             and set(self.resharded) <= set(other.resharded)
+            and set(self.fresh) <= set(other.fresh)
         )
 
 
@@ -100,6 +103,7 @@ def _walk(
     sent: set[Result] = set()
     put_off: Counter[tuple[Kind, int]] = Counter()
     resharded: set[int] = set()
+    fresh = set(live)
 
     def moment(running: tuple[Action, ...]) -> Moment:
         counts = put_off + Counter((result.kind, result.stage) for result in (*waiting, *sent))
@@ -108,6 +112,7 @@ def _walk(
             tuple(sorted(live.items())),
             tuple(sorted(counts.items())),
             tuple(sorted(resharded)),
+            tuple(sorted(fresh)),
         )
 
     def begin(action: Action) -> None:
@@ -120,6 +125,8 @@ def _walk(
         if action.kind is Kind.FORWARD:
             live[action.stage] += 1
             resharded.update({action.stage} & set(reshards))
+        else:
+            fresh.discard(action.stage)
         if puts_off and action.kind is Kind.BACKWARD_INPUT:
             put_off[Kind.BACKWARD_WEIGHT, action.stage] += 1
         result = action.makes

@@ -18,13 +18,14 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.core.profile import Profile, byte_curve
+from lowtide.core.profile import Profile, Shift, StayingBytes, byte_curve
 from lowtide.errors import ConfigError
 from lowtide.pipeline.exchange import Route, start_on_group
 from lowtide.pipeline.execute import Pipeline
@@ -194,7 +195,10 @@ def _observe_stage(
     # An input that has gone through a hook of FSDP2's is a node, and counts with what the chunk was given as well.
     given_nodes = {node.name for node in saves.nodes.values() if node.storage.kind == "input"}
     twice = sum(site.nbytes for site in profile.sites if site.name in given_nodes and site.dies >= num_ops)
-    return kept_outside(profile, held, [nbytes + twice for nbytes in output.gathered]), tuple(watch.exchanges)
+    profile = kept_outside(profile, held, [nbytes + twice for nbytes in output.gathered])
+    if torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(device_of(module).type):
+        profile = with_casts_of_before(profile, output.recorder.casts)
+    return profile, tuple(watch.exchanges)
 
 
 def _away(gathered: Sequence[int], turn: int, whole_bytes: int) -> tuple[int, ...]:
@@ -268,14 +272,13 @@ def _grown(stage: int, chunk: StageChunk, most: Rows) -> StageChunk:
 
 
 def kept_outside(profile: Profile, held: Collection[str], elsewhere: Iterable[int]) -> Profile:
-    """The same step, in which what the loss holds too (`held`) is no node: hooks of the stage do not see the loss. And
-    in which `elsewhere`, bytes at each operator, does not count: weights that FSDP2 gathers. Whether those are there
-    depends on what the stage did before."""
+    """The same step, in which what the loss holds too (`held`) is no node and stays: hooks of the stage do not see the
+    loss. And in which `elsewhere`, bytes at each operator, does not count: weights that FSDP2 gathers. Whether those
+    are there depends on what the stage did before."""
     gone = {node.name: node for node in profile.sites if node.name in held}
-    op_bytes = [nbytes - other for nbytes, other in zip(profile.op_bytes, elsewhere, strict=True)]
-    for node in gone.values():
-        for op in range(max(node.born, 0), min(max(node.dies, node.release), len(op_bytes))):
-            op_bytes[op] += node.nbytes
+    num_ops = len(profile.op_bytes)
+    spans = [(max(node.born, 0), min(max(node.dies, node.release), num_ops), node.nbytes) for node in gone.values()]
+    spans += [(op, op + 1, -nbytes) for op, nbytes in enumerate(elsewhere)]
     hurt = [
         node.name for node in profile.nodes if node.recipe is not None and not gone.keys().isdisjoint(node.recipe.nodes)
     ]
@@ -285,9 +288,37 @@ def kept_outside(profile: Profile, held: Collection[str], elsewhere: Iterable[in
         else call
         for call in profile.calls
     )
-    left = profile.without_recipes(hurt)
+    left = _with_more(profile, spans).without_recipes(hurt)
     nodes = tuple(node for node in left.nodes if node.name not in gone)
-    return dataclasses.replace(left, op_bytes=tuple(op_bytes), nodes=nodes, calls=tuple(calls))
+    staying = (
+        StayingBytes(name=node.name, layer=node.layer, nbytes=node.nbytes, dtype=node.dtype, reason="the loss holds it")
+        for node in gone.values()
+    )
+    return dataclasses.replace(left, nodes=nodes, calls=tuple(calls), staying=(*left.staying, *staying))
+
+
+def with_casts_of_before(profile: Profile, casts: Sequence[tuple[int, int, int]]) -> Profile:
+    """The same step as one of a later micro-batch, to which autocast gives the casts that it made of weights in the
+    first one. `casts`: as a `StepRecorder` has them. Their nodes are older than all others of the micro-batch, so they
+    run last in its backward, and the gradients of the casts wait for that; and distances are shorter by these nodes."""
+    num_ops, turn = len(profile.op_bytes), profile.num_forward_ops
+    backward = {name: op for op, name in reversed([*enumerate(profile.op_names)][turn:])}
+    waiting = [(backward.get(f"{profile.op_names[op]}:backward", turn), num_ops, nbytes) for op, _, nbytes in casts]
+    without = Shift((number, -1) for _, number, _ in casts).op
+    nodes = (
+        dataclasses.replace(
+            node, first_sequence=without(node.first_sequence), last_sequence=without(node.last_sequence)
+        )
+        for node in profile.nodes
+    )
+    calls = (dataclasses.replace(call, end_sequence=without(call.end_sequence)) for call in profile.calls)
+    return dataclasses.replace(_with_more(profile, waiting), nodes=tuple(nodes), calls=tuple(calls))
+
+
+def _with_more(profile: Profile, spans: Iterable[tuple[int, int, int]]) -> Profile:
+    """The same step with more bytes from one operator to another."""
+    more = byte_curve(spans, len(profile.op_bytes))
+    return dataclasses.replace(profile, op_bytes=tuple(map(operator.add, profile.op_bytes, more)))
 
 
 def _largest(pipeline: Pipeline, inputs: Sequence[Any] | None) -> tuple[int, bool]:
@@ -367,12 +398,10 @@ class _KeptUntilW(contextlib.ExitStack):
 
     def within(self, profile: Profile) -> tuple[Profile, int, int]:
         """The same step, in which it stays; its bytes in the end; and those of the largest gradient."""
-        op_bytes = list(profile.op_bytes)
-        for first, nbytes in self.kept:
-            for op in range(first, len(op_bytes)):
-                op_bytes[op] += nbytes
+        num_ops = len(profile.op_bytes)
+        profile = _with_more(profile, [(first, num_ops, nbytes) for first, nbytes in self.kept])
         total = sum(nbytes for _, nbytes in self.kept)
-        return dataclasses.replace(profile, op_bytes=tuple(op_bytes)), total, max(self._products, default=0)
+        return profile, total, max(self._products, default=0)
 
 
 # -- its exchanges -----------------------------------------------------------------------------------------------------

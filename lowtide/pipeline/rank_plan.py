@@ -42,14 +42,14 @@ from lowtide.pipeline.turns import Exchange, Half, halves_of, needs_of, slots_of
 from lowtide.planner.by_rules import HOST_COSTS, problem_of
 from lowtide.planner.place_state import NUM_SLOTS, bucket_size, refuse_without_effect, shares_of
 from lowtide.planner.plan_profile import plan_within, space_of
-from lowtide.planner.problem import Problem
+from lowtide.planner.problem import Problem, accumulated
 from lowtide.planner.smaller import fates_of
 from lowtide.planner.space import Space
 from lowtide.planner.state_items import StateShares
 from lowtide.timeline.events import run
 from lowtide.timeline.memory import curve
 from lowtide.timeline.step import Link
-from lowtide.units import format_bytes, printed_up
+from lowtide.units import MIB, format_bytes, printed_up
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of the way that is possible at all, the parts that are tried for the least time."""
@@ -94,6 +94,10 @@ class StageChunk:
 
     def away_at(self, ops: slice) -> np.ndarray:
         return np.array(self.away[ops] or 0, np.int64)
+
+    def unmade_at(self, ops: slice) -> np.ndarray:
+        """Of its gradients, those that are not there yet in the first backward of a step, or before it."""
+        return self.profile.op_gradient_bytes[-1] - accumulated(self.profile)[ops]
 
     @property
     def away_in_flight(self) -> int:
@@ -251,8 +255,7 @@ class _Search:
                 for half, is_forward in ((forward, True), (backward, False)):
                     if moment.running == ((stage, is_forward),):
                         part = slice(half.first, half.end)
-                        away = self.task.chunks[stage].away_at(part) if stage in moment.resharded else 0
-                        found[part] = np.maximum(found[part], rest - away)
+                        found[part] = np.maximum(found[part], rest - self._absent_at(part, stage, moment))
                 continue
             (ahead, _), (behind, _) = pair = sorted(moment.running, key=lambda each: not each[1])
             if (stage, True) not in pair and (stage, False) not in pair:
@@ -272,6 +275,12 @@ class _Search:
             found[stop - 1 : stop + 1] = found[stop - 1 : stop + 1].max()
         return found
 
+    def _absent_at(self, part: slice, stage: int, moment: Moment) -> np.ndarray | int:
+        """For each of these operators of a chunk, weights and gradients of its stage that count and are not there."""
+        chunk = self.task.chunks[stage]
+        away = chunk.away_at(part) if stage in moment.resharded else 0
+        return away + (chunk.unmade_at(part) if stage in moment.fresh else 0)
+
     def _peak_bytes(self, plans: Mapping[int, Plan], limits: Mapping[int, int]) -> int:
         """What the rank needs at most, as its plans are. `limits`: what chunks hold in flight beside their inputs."""
         own, found = {}, self._weights_bytes(limits)
@@ -283,7 +292,7 @@ class _Search:
             (ahead, is_forward), *more = sorted(moment.running, key=lambda each: not each[1])
             if not more:
                 half = self.task.chunks[ahead].halves[0 if is_forward else 1]
-                found.append(rest + own[ahead](range(half.first, half.end), ahead in moment.resharded))
+                found.append(rest + own[ahead](range(half.first, half.end), moment))
                 continue
             behind = more[0][0]
             halves = self.task.chunks[ahead].halves[0], self.task.chunks[behind].halves[1]
@@ -292,8 +301,8 @@ class _Search:
         return max(found)
 
     def _most_under(self, stage: int, limits: Mapping[int, int], plan: Plan) -> tuple[Callable[..., int], int]:
-        """What a chunk needs at most at some operators under its plan, whether FSDP2 has let go of its weights or not,
-        beside the state of its rank and its input; and what there is when the optimizer steps."""
+        """What a chunk needs at most at some operators under its plan, at a moment or with all weights and gradients
+        there, beside the state of its rank and its input; and what there is when the optimizer steps."""
         task, profile = self.task, self.chunk_profile(stage)
         state_bytes = _state_bytes(profile.state)
 
@@ -305,12 +314,12 @@ class _Search:
         played = run(problem.step, fates, task.link, budget_bytes=task.budget_bytes)
 
         @functools.cache
-        def most(ops: range, is_resharded: bool = False) -> int:
+        def most(ops: range, moment: Moment | None = None) -> int:
             if not ops:
                 return 0
             apart = np.full(len(profile.op_bytes), -_NO_LIMIT, np.int64)  # others do not count
             part = slice(ops.start, ops.stop)
-            apart[part] = -task.chunks[stage].away_at(part) if is_resharded else 0
+            apart[part] = 0 if moment is None else -self._absent_at(part, stage, moment)
             problem, fates = problem_beside(apart, -_NO_LIMIT)
             there = curve(problem.step, fates, evict_by=played.evict_by, prefetch_at=played.prefetch_at)
             return int(there[:-1].max()) - state_bytes
@@ -319,15 +328,17 @@ class _Search:
 
     def _weights_bytes(self, limits: Mapping[int, int]) -> list[int]:
         """What there is while weight gradients that were put off are made, and while FSDP2 gathers or reduces a stage,
-        before its first action and after its last."""
-        products = max(chunk.product_bytes for chunk in self.task.chunks.values())
-        state = _state_bytes(self.task.state)
-        return [
-            state
-            + self._rest_bytes(moment, limits)
-            + max((self.task.chunks[stage].travel_bytes for stage, _ in moment.running), default=products)
-            for moment in self.task.moments
-        ]
+        before its first action and after its last, when it has no chunk in flight."""
+        chunks = self.task.chunks
+        products = max(chunk.product_bytes for chunk in chunks.values())
+        found = []
+        for moment in self.task.moments:
+            own = [
+                chunks[stage].travel_bytes - dict(moment.live)[stage] * (limits[stage] + chunks[stage].input_bytes)
+                for stage, _ in moment.running
+            ]
+            found.append(_state_bytes(self.task.state) + self._rest_bytes(moment, limits) + max(own, default=products))
+        return found
 
     def _space(self, profile: Profile) -> Space:
         return space_of(profile, self.task.config, self.task.link, has_gradients=True, costs=HOST_COSTS)
@@ -339,8 +350,9 @@ class _Search:
     def _rest_bytes(self, moment: Moment, limits: Mapping[int, int]) -> int:
         """What chunks that do not run and messages hold."""
         chunks = sum(number * (limits[other] + self.task.chunks[other].input_bytes) for other, number in moment.live)
-        idle = set(moment.resharded) - {stage for stage, _ in moment.running}
-        chunks -= sum(self.task.chunks[stage].away_in_flight for stage in idle)
+        running = {stage for stage, _ in moment.running}
+        chunks -= sum(self.task.chunks[stage].away_in_flight for stage in set(moment.resharded) - running)
+        chunks -= sum(self.task.chunks[stage].profile.op_gradient_bytes[-1] for stage in set(moment.fresh) - running)
         return chunks + sum(number * self._message_bytes(kind) for kind, number in moment.messages)
 
     def _input_bytes(self, moment: Moment) -> int:
@@ -393,8 +405,9 @@ class _Search:
         counts = {stage: max(moment.num_of(stage) for moment in self.task.moments) for stage in self.task.chunks}
         held = "; ".join(
             f"stage {stage} has {number} in flight, of which each holds at least "
-            f"{format_bytes(limits[stage] + self.task.chunks[stage].input_bytes)}"
+            f"{format_bytes(nbytes) if nbytes >= MIB // 1000 else f'{nbytes} bytes'}"
             for stage, number in counts.items()
+            for nbytes in [limits[stage] + self.task.chunks[stage].input_bytes]
         )
         return BudgetError(
             f"no plan fits the budget of {format_bytes(self.task.budget_bytes)}: of the micro-batches {held}; beside "

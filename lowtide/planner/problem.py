@@ -174,11 +174,11 @@ def op_base_bytes(profile: Profile, fixed: Mapping[int, bool], *, has_gradients:
         change[min(max(end, 0), num_ops)] -= node.nbytes
     base = np.cumsum(change)[:num_ops] + np.asarray(profile.op_bytes, dtype=np.int64)
     if has_gradients:
-        base -= _accumulated(profile)
+        base -= accumulated(profile)
     return base + state_bytes(profile, has_gradients=has_gradients)
 
 
-def _accumulated(profile: Profile) -> np.ndarray:
+def accumulated(profile: Profile) -> np.ndarray:
     """Of the gradients that a micro-batch has made before each operator, the bytes that are in older ones by then.
 
     The older ones are in the state. A new one exists beside its older one until autograd adds it.

@@ -75,6 +75,8 @@ class StepRecorder(Recorder):
         """Whose allocator counts what operators hold inside."""
         # As autocast's cache would: it is off while this step runs, but on in those that follow.
         self._held_casts: list[Any] | None = [] if holds_casts else None
+        self.casts: list[tuple[int, int, int]] = []
+        """Of these: the operator, autograd's number of the next one, and bytes."""
         self.failed_at = ""
         """Operator and module in which the step ended with an error."""
         self._hidden: list[Storage] = []
@@ -175,6 +177,8 @@ class StepRecorder(Recorder):
             return
         if source.is_leaf and source.requires_grad and out.dtype != source.dtype:
             held.append(out)
+            number = next_sequence_number() - self.state.ops.start_sequence
+            self.casts.append((self.num_ops, number, out.nbytes))
 
     def _note_call(self, call: OpCall, out: Any) -> int:
         """Write down what a call gave out and wrote to, and its name. Returns autograd's number of it."""

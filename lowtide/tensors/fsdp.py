@@ -93,7 +93,8 @@ def _parameters(model: nn.Module) -> list[Any]:
 def whole_bytes(model: nn.Module) -> tuple[int, int, int]:
     """Of all that FSDP2 shards in `model`, in bytes: its weights while they are gathered; how much larger its gradients
     are before they are reduced; and the buffers beside both, at the worse of two moments: all modules are gathered and
-    there are no gradients yet, or one module after the other is reduced. Collective: gathers each module."""
+    there are no gradients yet, or one module after the other lets go of its weights and is reduced. Collective: gathers
+    each module."""
     weights, gradients, more, gathers, reduces = 0, 0, 0, 0, [0]
     for module in fsdp_modules(model):
         module.unshard()
@@ -109,7 +110,7 @@ def whole_bytes(model: nn.Module) -> tuple[int, int, int]:
                     itemsize = (group.mp_policy.reduce_dtype or whole.dtype).itemsize
                     gradients += whole.numel() * itemsize
                     more += max(0, whole.numel() * itemsize - shard.untyped_storage().nbytes())
-                    reduces[-1] += num_sent * itemsize
+                    reduces[-1] += num_sent * itemsize - whole.untyped_storage().nbytes()
         module.reshard()
     return weights, more, max(0, gathers - gradients, *reduces)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lowtide.core.log import Listener
 from lowtide.pipeline.budget import fit_stages
 from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
@@ -20,8 +22,9 @@ NAMES = ("zb_v", "interleaved")
 MORE_NAMES = ("1f1b", "gpipe", "dualpipev")
 OWN: dict[str, Any] = {"experts": "own", "num_micro_batches": 4}
 SHARED: dict[str, Any] = {"experts": "shared", "num_micro_batches": 3}
-CASTS: dict[str, Any] = {"casts": True, "num_blocks": 8}
-"""Autocast around the whole step, which holds on to its casts of weights until then."""
+CASTS: dict[str, Any] = {"casts": True, "inner": 256}
+"""Autocast around the whole step, which holds on to its casts of weights until then. Their nodes run last in each later
+backward, and fetches counted by nodes began earlier than was planned: rank 1 needed 5.8 % more than promised."""
 OF_PLAIN = {"is_of_plain": True}
 """To look for the least takes half as long as a plan."""
 PUT_OFF: dict[str, Any] = {"puts_off": True}
@@ -74,6 +77,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "recompute": ("budgets", {"name": "zb_v", "share": 0.6, "swap": "none"} | OF_PLAIN),
         "shared": ("budgets", {"name": "one_stage_overlap", "share": 0.5, "about": SHARED} | OF_PLAIN),
         "state": ("budgets", {"name": "1f1b", "share": 0.34, "about": LARGE, "optimizer": "swap"} | OF_PLAIN),
+        "casts": ("budgets", {"name": "1f1b", "share": 0.5, "about": CASTS} | OF_PLAIN),
         "put off": ("budgets", {"name": "zb_v", "share": 0.7, "about": PUT_OFF} | OF_PLAIN),
         "kept put off": ("kept", {"names": ["zb_v"], "about": PUT_OFF}),
         "kept": ("kept", {"names": list(NAMES)}),
@@ -89,9 +93,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
-    """With other schedules, and under autocast (a pipeline under it: examples/train/test_stages.py)."""
+    """With other schedules."""
     jobs: dict[str, two_ranks.Job] = {
-        "casts": ("budgets", {"name": "1f1b", "share": 0.4, "about": CASTS} | OF_PLAIN),
         "kept": ("kept", {"names": list(MORE_NAMES)}),
         "kept put off": ("kept", {"names": ["dualpipev"], "about": PUT_OFF}),
         "kept_turns": ("kept", {"names": ["dualpipev"], "about": OWN}),
@@ -106,19 +109,10 @@ def _given(jobs: dict[str, two_ranks.Job], tmp_path_factory: pytest.TempPathFact
     return dict(zip(jobs, given, strict=True))
 
 
-@pytest.mark.parametrize("job", ["held", "recompute", "turns", "shared", "state", "put off"])
+@pytest.mark.parametrize("job", ["held", "recompute", "turns", "shared", "state", "casts", "put off"])
 def test_a_budget_holds_from_the_first_step_on_and_changes_no_bit(
     answers: dict[str, tuple[Any, ...]], job: str
 ) -> None:
-    assert_kept(answers, job)
-
-
-@pytest.mark.extended
-def test_so_it_does_under_autocast(more: dict[str, tuple[Any, ...]]) -> None:
-    assert_kept(more, "casts")
-
-
-def assert_kept(answers: dict[str, tuple[Any, ...]], job: str) -> None:
     for answer in answers[job]:
         assert answer["different"] == []
         assert max(answer["peaks"]) <= answer["promised"] <= answer["budget"]
@@ -220,7 +214,7 @@ def test_a_budget_that_is_too_small_is_refused_on_all_ranks_with_one_text(answer
     assert first == second
     assert first.startswith(
         "pipeline: rank 0: no plan fits the budget of 0.001 MiB: of the micro-batches stage 0 has 2 in flight, of "
-        "which each holds at least <0.001 MiB; beside them are 0.1 MiB of weights, gradients, optimizer state and "
+        "which each holds at least 5 bytes; beside them are 0.1 MiB of weights, gradients, optimizer state and "
     )
 
 
@@ -284,10 +278,57 @@ def test_rules_that_swap_stand_beside_a_budget() -> None:
     pipeline = Pipeline(schedule, {0: stage}, loss=nn.functional.mse_loss)
     memory = {"budget": 2**30, "min_bytes": 0, "swap": ["*.tanh"]}
     with fit_stages(pipeline, batch, batch, memory=memory, engine=virtual(0)) as plans:
-        pipeline.step(batch, batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what the stage and the loss save was said to be in no plan
+            pipeline.step(batch, batch)
+        assert {site.name: site.reason for site in plans.plans[0].sites}["5.tanh"] == "the loss holds it"
         assert plans.tides[0].stats.swapped_bytes > 0
         assert plans.found.held_bytes[0] >= 3 * 32 * 64 * 4
     assert all(same_bits(p.grad, want) for p, want in zip(stage.parameters(), wanted, strict=True))
+
+
+class Attention(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (super().forward(x) @ x.transpose(-1, -2)).softmax(-1) @ x
+
+
+def test_a_longer_micro_batch_with_no_more_elements_is_warned_of_once() -> None:
+    """It passed its budget 2.4 times without a word."""
+    stage, said = nn.Sequential(*(Attention(8, 8) for _ in range(2))), []
+    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=2)
+    pipeline = Pipeline(schedule, {0: stage}, loss=nn.functional.mse_loss)
+    first, shorter, longer = ([torch.randn(*shape, 8) for _ in range(2)] for shape in ((16, 24), (16, 12), (2, 192)))
+    with Listener(said.append), fit_stages(pipeline, first, first, budget=2**30, engine=virtual(0)):
+        for batch in (shorter, longer, longer):
+            stage.zero_grad()
+            pipeline.step(batch, batch)
+    assert said == [
+        "lowtide: pipeline: step 2 has a micro-batch of shape [2, 192, 8], with no more elements than the one that was "
+        "observed ([16, 24, 8]), and longer. If it needs more (attention does), the budget may be passed; give "
+        "fit_stages the micro-batches that need most"
+    ]
+    found = [parameter.grad for parameter in stage.parameters()]
+    stage.zero_grad()
+    (sum(nn.functional.mse_loss(stage(x), x) for x in longer) / 2).backward()
+    assert all(torch.allclose(p.grad, one) for p, one in zip(stage.parameters(), found, strict=True))
+
+
+def test_gradients_count_from_the_backward_on_that_makes_them() -> None:
+    """When the most chunks are in flight, gpipe has no gradients yet, if nobody has kept them from a step before."""
+    stage = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())))
+    schedule = make_schedule("gpipe", num_ranks=1, num_micro_batches=4)
+    pipeline = Pipeline(schedule, {0: stage}, loss=nn.functional.mse_loss)
+    batch = [torch.randn(128, 128) for _ in range(4)]
+    gradient_bytes = sum(parameter.nbytes for parameter in stage.parameters())
+    said = []
+    with fit_stages(pipeline, batch, batch, budget=2**30, engine=virtual(0)) as plans:
+        for _ in range(2):
+            with plans.audit() as counted:
+                counted.add_all(batch)
+                pipeline.step(batch, batch)
+            said.append(plans.found.peak_bytes)
+            assert counted.peak_bytes <= said[-1] <= counted.peak_bytes + gradient_bytes // 8
+    assert said[1] - said[0] == gradient_bytes
 
 
 def test_the_step_of_the_optimizer_is_counted_where_it_is_the_worst_moment() -> None:
