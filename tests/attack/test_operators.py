@@ -21,11 +21,19 @@ def sweep(**how: Any) -> operators.Found:
 
 
 @pytest.mark.slow
-def test_all_operators_are_the_same_to_the_bit_when_what_they_save_is_moved_or_made_again() -> None:
-    found = sweep(ways=("copied", "virtual", "recipes"))
+@pytest.mark.extended  # an engine that moves shows it too, but for one that writes what it saved
+def test_all_operators_are_the_same_to_the_bit_when_what_they_save_is_copied() -> None:
+    found = sweep(ways=("copied",))
     assert found.unexpected == []
     assert {entry[:2] for entry in found.wrong} == {("nn.functional.rrelu", "copied")}
     assert found.counts["copied", "equal"] > 650
+
+
+@pytest.mark.slow
+def test_all_operators_are_the_same_to_the_bit_when_what_they_save_is_moved_or_made_again() -> None:
+    found = sweep(ways=("virtual", "recipes"))
+    assert found.unexpected == []
+    assert found.wrong == []
     assert found.counts["virtual", "equal"] > 650
     assert found.counts["virtual", "refused"] == 0
     # What was sent away is gone, so its bytes could only come from the copy.

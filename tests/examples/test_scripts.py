@@ -23,8 +23,8 @@ ALONE = {
     "notebook": "step 3: loss ",
 }
 """Name -> what it prints."""
-MORE = ("with_trl_sft", "with_dpo", "with_lightning", "with_unet")
-"""Bits with trl and lightning are compared in tests/adapters, those of a U-Net wherever the zoo is."""
+MORE = ("with_trl_sft", "with_dpo", "with_lightning", "with_accelerate", "with_unet")
+"""Bits with trl, accelerate and lightning are compared in tests/adapters, those of a U-Net wherever the zoo is."""
 RANKS = {
     "with_fsdp2": "of a budget of 7.0 MiB",
     "with_pipelining": " bytes were elsewhere between forward and backward",

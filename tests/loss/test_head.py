@@ -80,9 +80,8 @@ def _assert_same(want: list[Tensor], got: list[Tensor]) -> None:
     assert [number for number, (a, b) in enumerate(zip(want, got, strict=True)) if not same_bits(a, b)] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("rows", _ROWS)
+@pytest.mark.parametrize(("rows", "dtype"), in_turn(3, _ROWS, [torch.float32, torch.bfloat16, torch.float64]))
 def test_the_declared_sum(dtype: torch.dtype, bias: bool, rows: int) -> None:
     case = _case(dtype, bias=bias)
     for how in (

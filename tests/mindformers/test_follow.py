@@ -92,7 +92,7 @@ def plain_steps() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     return [step(model, seed) for seed in range(3)]
 
 
-@pytest.mark.parametrize("name", one_of(2, CONFIGS))
+@pytest.mark.parametrize("name", one_of(4, CONFIGS))
 def test_the_same_bits(name: str) -> None:
     model = build()
     with lowtide.apply(model, CONFIGS[name], engine=virtual(7)) as tide:
@@ -197,7 +197,7 @@ def drawn(seed: int) -> Config:
     return {"recompute_config": recompute, "swap_config": swap, "compat": True}
 
 
-@pytest.mark.parametrize("seed", one_of(2, range(8)))
+@pytest.mark.parametrize("seed", one_of(4, range(8)))
 def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
     with lowtide.apply(model := build(), drawn(seed), engine=virtual(seed)) as tide:
         for data_seed, (loss, gradients) in enumerate(plain_steps()):

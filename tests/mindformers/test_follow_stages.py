@@ -101,7 +101,7 @@ def test_layers_under_the_numbers_of_the_whole_model(tmp_path: Path, monkeypatch
         tide.remove()
 
 
-@pytest.mark.parametrize("seed", one_of(3, range(6)))
+@pytest.mark.parametrize("seed", one_of(6, range(6)))
 def test_the_same_bits_whatever_is_mixed(seed: int) -> None:
     config = drawn(seed)
     shift = [index + HALF for index in range(HALF)]  # `drawn` speaks of four layers; here the other four do the same

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from lowtide.engines.host import HostEngine
-from tests.support.optimizer_zoo import NAMES, Case, Result, assert_same, cases, swapped, train
+from tests.support.optimizer_zoo import NAMES, OPTIMIZERS, Case, Result, assert_same, cases, swapped, train
 from tests.support.virtual_engine import VirtualEngine
+
+EACH = [
+    pytest.param(kind, name, marks=[] if at == number % len(names) else [pytest.mark.extended])
+    for number, (kind, (_, names)) in enumerate(OPTIMIZERS.items())
+    for at, name in enumerate(names)
+]
+"""Each kind by one implementation, in turn; test_mapped.py has others, and the rest is `make test-extended`'s."""
 
 
 @functools.cache
@@ -24,7 +31,7 @@ def _check(case: Case, seed: int) -> None:
     assert engine.num_slots == 0
 
 
-@pytest.mark.parametrize(("kind", "implementation"), NAMES)
+@pytest.mark.parametrize(("kind", "implementation"), EACH)
 def test_same_bits(kind: str, implementation: str) -> None:
     for seed, case in enumerate(cases(kind, implementation)):
         _check(case, seed)

@@ -58,7 +58,7 @@ JOBS["refused"] = ("refused", {})
 for _how in ("raises", "other width", "too few inputs", "generator"):
     JOBS[_how] = ("broken_step", {"name": "1f1b", "how": _how})
 FOR_TWO: dict[str, Job] = {
-    "many steps": ("many_steps", {"num_steps": 50}),
+    "many steps": ("many_steps", {"num_steps": 25}),
     "budgets": ("trained", {"name": "dualpipev", "split": True, "budget": "1MiB", "num_steps": 2}),
     "resumed": ("resumed", {}),
     "kept gradients": ("kept_gradients", {}),
@@ -76,23 +76,21 @@ FOR_FOUR: dict[str, Job] = {
         "within_budgets",
         {
             "each": [
-                ("1f1b", {"reshards": True, "casts": True}, {}),
                 ("zb_v", {"reshards": False, "puts_off": True}, {"swap": "none"}),
                 ("1f1b", {"reshards": "replicas"}, {}),
             ]
         },
     ),
+    "sharded needs": ("needs", {"each": [("1f1b", {"reshards": True, "casts": True})]}),
+}
+MORE_FOR_FOUR: dict[str, Job] = {
+    "sharded budgets": ("within_budgets", {"each": [("1f1b", {"reshards": True, "casts": True}, {})]}),
     "sharded needs": (
         "needs",
-        {
-            "each": [
-                ("1f1b", {"reshards": True, "casts": True}),
-                ("zb_v", {"reshards": False, "puts_off": True}),
-                ("1f1b", {"reshards": "replicas"}),
-            ]
-        },
+        {"each": [("zb_v", {"reshards": False, "puts_off": True}), ("1f1b", {"reshards": "replicas"})]},
     ),
 }
+"""Each way to shard is above once, under a budget or as a need."""
 ON_FOUR = [
     words
     for words, (function, how) in JOBS.items()
@@ -297,6 +295,10 @@ def test_stages_that_are_sharded_or_replicated_have_the_mean_of_two_processes(
 @pytest.mark.parametrize("answers", ["four"], indirect=True)
 def test_a_budget_counts_what_fsdp2_gathers_and_changes_no_bit(answers: dict[str, tuple[Any, ...]]) -> None:
     """Of ranks whose stages FSDP2 shards: gathered weights and whole gradients stay for the step."""
+    assert_budgets_kept(answers)
+
+
+def assert_budgets_kept(answers: dict[str, tuple[Any, ...]]) -> None:
     for each in answers["sharded budgets"]:
         for told in each:
             assert told["different"] == []
@@ -310,6 +312,10 @@ def test_a_budget_counts_what_fsdp2_gathers_and_changes_no_bit(answers: dict[str
 @pytest.mark.parametrize("answers", ["four"], indirect=True)
 def test_what_a_rank_needs_beside_fsdp2_and_ddp_is_known(answers: dict[str, tuple[Any, ...]]) -> None:
     """Gathered weights that a forward lets go of, whole gradients, and room for buckets."""
+    assert_needs_known(answers)
+
+
+def assert_needs_known(answers: dict[str, tuple[Any, ...]]) -> None:
     for each in answers["sharded needs"]:
         for said, needed in each:
             assert needed <= said <= 1.02 * needed
@@ -317,8 +323,10 @@ def test_what_a_rank_needs_beside_fsdp2_and_ddp_is_known(answers: dict[str, tupl
 
 @pytest.mark.extended
 def test_so_it_is_under_other_schedules(tmp_path: Path) -> None:
-    job: Job = ("fully_sharded", {"names": ["gpipe", "1f1b", "zb_v"]})
-    assert two_ranks.run(pipeline_jobs.__name__, [job], tmp_path, num_ranks=4) == [([],) * 4]
+    more = _given(MORE_FOR_FOUR | {"others": ("fully_sharded", {"names": ["gpipe", "1f1b", "zb_v"]})}, 4, tmp_path)
+    assert more["others"] == ([],) * 4
+    assert_budgets_kept(more)
+    assert_needs_known(more)
 
 
 @pytest.mark.parametrize("answers", ["four"], indirect=True)

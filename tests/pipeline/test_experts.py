@@ -283,10 +283,7 @@ JOBS: dict[str, two_ranks.Job] = {
             {"kind": kind, "implementation": implementation, "batches": batches},
         )
         for kind, implementation, batches in (
-            ("qwen3_moe", "grouped_mm", "uneven"),
             ("mixtral", "eager", "uneven"),
-            ("qwen3_moe", "eager", "accumulated"),
-            ("deepseek_v3", "grouped_mm", "accumulated"),
             ("deepseek_v3", "eager", "idle"),
             ("deepseek_v3", "grouped_mm", "idle"),
         )

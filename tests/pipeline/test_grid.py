@@ -1,6 +1,6 @@
 """Every schedule, every fate, models of transformers: losses, norms, gradients and weights of two steps are those of
 one process, to the bit. On two ranks a selection that has every schedule with every fate that rules ask for, every
-model with each of these, and a budget; `extended` has all, also on four ranks, which test_execute.py has too."""
+model with each of these; `extended` has all, also on four ranks, which test_execute.py has too."""
 
 from __future__ import annotations
 
@@ -23,16 +23,13 @@ Row = tuple[str, str, str]
 """Model, schedule, fate."""
 
 
-BUDGETS: list[Row] = [("gemma", "dualpipev", "budget")]
-"""To plan takes ten times as long as the steps; what a budget promises, test_budget.py has by schedule."""
-
-
 def selected() -> list[Row]:
-    """So few rows that each fate of rules is there with each model and each schedule."""
+    """So few rows that each fate of rules is there with each model and each schedule. To plan takes ten times as long
+    as the steps; budgets are in test_budget.py, and of a model of transformers below."""
     fates = [fate for fate in FATES if fate != "budget"]
     every = list(itertools.product(MODELS, names_of(2), fates))
     missing = {pair for row in every for pair in pairs(row)}
-    found = [*BUDGETS]
+    found: list[Row] = []
     while missing:
         best = max(every, key=lambda row: len(missing.intersection(pairs(row))))
         found.append(best)

@@ -19,18 +19,15 @@ from tests.support import two_ranks
 
 CASES: dict[str, dict[str, Any]] = {
     "dualpipev": {"schedule": "dualpipev"},
-    "interleaved": {"schedule": "interleaved_overlap"},
     "recompute": {"schedule": "dualpipev", "memory": {"recompute": "all"}},
     "swap": {"schedule": "dualpipev", "memory": {"swap": "all", "min_bytes": 0}},
     "none kept": {"schedule": "interleaved_overlap", "most_kept": 0, "memory": {"recompute": "all"}},
-    "two kept": {"schedule": "dualpipev", "most_kept": 2},
     "one kept, cast, no pairs": {"schedule": "1f1b", "most_kept": 1, "change": "partly autocast"},
     "two kept, checkpoints": {"schedule": "dualpipev", "most_kept": 2, "change": "checkpoint"},
 }
 
 
 SPLIT: dict[str, dict[str, Any]] = {
-    "two parts": {"implementation": "eager", "num_parts": 2, "memory": None},
     "four parts, recompute": {"implementation": "grouped_mm", "num_parts": 4, "memory": {"recompute": ["mlp"]}},
     "two parts, recompute, swap": {
         "implementation": "eager",

@@ -13,17 +13,17 @@ from tests.support.exposed import exposed
 
 BITS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "hides": {"hides": True},
     "autocast": {"change": "autocast"},
     "checkpointed parts": {"change": "checkpoint"},
-    "layers": {"memory": {"recompute": "all"}},
     "parts": {"memory": {"recompute": ["layers.*.attention", "layers.*.experts"]}},
-    "swap": {"memory": {"swap": "all", "min_bytes": 0}},
     "swap and layers": {"memory": {"swap": ["layers.1"], "recompute": ["layers.0"], "min_bytes": 0}, "hides": True},
     "swap and checkpoint": {"memory": {"swap": "all", "min_bytes": 0}, "change": "checkpoint", "seed": 2},
     "recipes, hides": {"memory": "solved", "seed": 4, "hides": True},
 }
 MORE_BITS: dict[str, dict[str, Any]] = {
+    "hides": {"hides": True},
+    "layers": {"memory": {"recompute": "all"}},
+    "swap": {"memory": {"swap": "all", "min_bytes": 0}},
     "layers under autocast": {"memory": {"recompute": "all"}, "change": "autocast"},
     "swap, late": {"memory": {"swap": "all", "min_bytes": 0}, "seed": 1},
     "recipes": {"memory": "solved", "seed": 3},

@@ -72,7 +72,7 @@ def test_the_ticks_have_a_window_of_weights() -> None:
     assert own.host_bytes == 256 * MIB + 8 * 12 * MIB
 
 
-BUDGETS = [share * MIB for share in (330, 500, 800, 1100)]
+BUDGETS = [share * MIB for share in (330, 500, 1100)]
 
 
 @pytest.mark.parametrize("weights", [pytest.param("swap", marks=pytest.mark.extended), "auto"])

@@ -331,7 +331,7 @@ def halfway(profile: Profile) -> Plan:
     return plan_profile(profile, memory, link=LINK, time_limit_seconds=0.1)
 
 
-@pytest.mark.parametrize("name", one_of(3, zoo.CASES))
+@pytest.mark.parametrize("name", one_of(6, zoo.CASES))
 def test_a_plan_knows_everything_that_the_runtime_sees(name: str) -> None:
     case = zoo.CASES[name]
     model, batch = case.build(0), case.batch(0)

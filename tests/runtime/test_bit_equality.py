@@ -31,9 +31,11 @@ def _plans(case: zoo.Case) -> dict[str, dict]:
 
 
 def _is_more(number: int, case: zoo.Case, kind: str) -> bool:
-    """Of several mixed plans every other one, in turn; the rest is `make test-extended`'s."""
-    is_many = kind.startswith("mixed") and len(case.mixed_plans) > 1
-    return is_many and (int(kind.removeprefix("mixed")) + number) % 2 == 1
+    """Of several mixed plans every other one, in turn, and beside a mixed plan one of the two others, in turn; the rest
+    is `make test-extended`'s."""
+    if not kind.startswith("mixed"):
+        return bool(case.mixed_plans) and (kind == "swap") == (number % 2 == 0)
+    return len(case.mixed_plans) > 1 and (int(kind.removeprefix("mixed")) + number) % 2 == 1
 
 
 PAIRS = [

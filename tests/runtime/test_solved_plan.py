@@ -42,8 +42,8 @@ SHARES = ((0.5, 0.3), (1.0, 0.3), (0.8, 0.8), (0.3, 1.0))
 """Of nodes that are made and of those that are swapped, by seed."""
 
 EVERY_PLAN = [
-    # One kind of plans of every second model, in turn; the others are `make test-extended`'s.
-    pytest.param(name, seed, marks=[pytest.mark.extended] if (number + 2 * seed) % (2 * len(SHARES)) else [])
+    # One kind of plans of every fourth model, in turn; the others are `make test-extended`'s.
+    pytest.param(name, seed, marks=[pytest.mark.extended] if (number + 2 * seed) % (4 * len(SHARES)) else [])
     for number, name in enumerate(zoo.CASES)
     for seed in range(len(SHARES))
 ]

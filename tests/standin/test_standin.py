@@ -1,5 +1,5 @@
-"""Runs the tests that need an accelerator on the stand-in device, each group in a process of its own, since a process
-that has the device has it for good.
+"""Runs the tests that need an accelerator on the stand-in device, in processes of their own, since a process that has
+the device has it for good.
 
 Run one of them alone: `LOWTIDE_STANDIN=1 python -m pytest -n0 tests/standin/on_device/test_apply.py`.
 """
@@ -35,17 +35,10 @@ pytestmark = pytest.mark.skipif(device.why_not() is not None, reason=str(device.
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("half", [0, 1])
-def test_on_the_stand_in_device(half: int, tmp_path: Path) -> None:
-    """Every second file, so that two can run side by side."""
-    files = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / ON_DEVICE).glob("test_*.py"))
-    run_group(tmp_path, "not slow and not extended", *files[half::2], seconds=900)
-
-
-@pytest.mark.slow
-def test_the_gpu_tests_of_the_engine_run_on_it(tmp_path: Path) -> None:
-    """The file that `make gpu` runs on a GPU, as it is."""
-    run_group(tmp_path, "gpu", "tests/engines/test_accelerator.py", seconds=280)
+def test_on_the_stand_in_device(tmp_path: Path) -> None:
+    """With the file of the engine that `make gpu` runs on a GPU, as it is."""
+    files = (ON_DEVICE, "tests/engines/test_accelerator.py")
+    run_group(tmp_path, "not slow and not extended", *files, seconds=900)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def both(name: str, plan: dict, engine: VirtualEngine | None = None) -> None:
     zoo.assert_same(result, zoo.plain_result(name, 3, 2, 2))
 
 
-@pytest.mark.parametrize("name", one_of(2, NAMES))
+@pytest.mark.parametrize("name", one_of(4, NAMES))
 def test_layers_that_are_swapped_and_recomputed(name: str) -> None:
     both(name, zoo.mixed(swap=list(zoo.CASES[name].layers)[::2], recompute=list(zoo.CASES[name].layers)[1::2]))
 

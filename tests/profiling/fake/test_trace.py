@@ -63,7 +63,7 @@ def _unseen(node: Site):
     return dataclasses.replace(node.codec, seconds=0.0) if fits else None
 
 
-@pytest.mark.parametrize("name", one_of(3, EQUAL))
+@pytest.mark.parametrize("name", one_of(6, EQUAL))
 def test_fake_and_real_agree_in_every_byte_and_lifetime(name: str) -> None:
     case = zoo.CASES[name]
     model, batch = case.build(0), case.batch(0)
@@ -96,7 +96,7 @@ def small_config(kind: str, num_layers: int = 4, **overrides):
     ("kind", "options"),
     [
         pytest.param("llama", {}, marks=pytest.mark.extended),
-        ("llama", {"use_cache": False, "num_layers": 5}),
+        pytest.param("llama", {"use_cache": False, "num_layers": 5}, marks=pytest.mark.extended),
         pytest.param("llama", {"attn_implementation": "eager"}, marks=pytest.mark.extended),
         ("deepseek", {"first_k_dense_replace": 4, "num_layers": 8}),
     ],

@@ -119,7 +119,7 @@ NAMES = (
 )  # fmt: skip
 
 
-ON_THE_HOST_ALWAYS = ("tied", "unet")
+ON_THE_HOST_ALWAYS = ("tied",)
 ON_THE_HOST = [
     pytest.param(name, "host", marks=() if name in ON_THE_HOST_ALWAYS else (pytest.mark.slow, pytest.mark.extended))
     for name in NAMES

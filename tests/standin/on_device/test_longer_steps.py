@@ -16,7 +16,8 @@ from tests.standin.budgets import HERE, Prices
 from tests.support.grid import in_turn
 from tests.test_longer_steps import LOOPS, Loop, assert_plain_bits, budget_of
 
-OFTEN = ("layers_twice", "attention_low", "skipped_layers")
+OFTEN = ("layers_twice", "attention_low")
+"""All on the virtual engine: tests/test_longer_steps.py, and the rest here in `make test-extended`."""
 POLICIES = ("late", 1)
 SLACK = 1 << 20
 """The allocator's grain, and what it keeps beside tensors."""

@@ -44,7 +44,7 @@ def _trained(name: str, plan: dict | None, update: str | None) -> zoo.Result:
     return _on_host(result)
 
 
-@pytest.mark.parametrize(("name", "policy"), in_turn(2, NAMES, ["late", "early", "hidden", 5, 11]))
+@pytest.mark.parametrize(("name", "policy"), in_turn(3, NAMES, ["late", "early", "hidden", 5, 11]))
 def test_plain_bits_whatever_copies_do(name: str, policy: str | int) -> None:
     device.play("early")
     layers = list(zoo.CASES[name].layers)
