@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,14 +58,15 @@ class Attached:
         self.budget = budget
         self.memory = memory
         self._engine = engine
-        self._say = say
+        self.tell: Callable[[str], Any] = say or (lambda line: sys.stderr.write(line + "\n"))
+        """Says a line to the user."""
         self.tide: Any = None
         """The handle in force, or the last one; None before `attach`."""
         self._step_began: float | None = None
         self._took: list[float] = []
         """Seconds of the steps since the last log."""
-        self._listener: Listener | None = None
-        """Hears what lowtide says, on the rank that tells it."""
+        self._hear_no_more: Callable[[], Any] = lambda: None
+        """Ends what hears lowtide's lines, on the rank that tells them."""
 
     def attach(self, model: torch.nn.Module, optimizer: Any, *, speaks: bool, needs: str = "") -> None:
         """Act on `model` from now on; `speaks`: this rank tells the user what happens. Raises what `optimize` does.
@@ -85,7 +87,8 @@ class Attached:
                 self.tell("lowtide: another plan was on this model; it is taken off, and this one begins")
         how: dict[str, Any] = {"optimizer": optimizer, "engine": self._engine}
         if speaks:
-            self._listener = Listener(self.tell)
+            # Also with this object: nobody has to call `remove` after a training that ended with an error.
+            self._hear_no_more = weakref.finalize(self, Listener(self.tell).close)
         self._step_began = None
         self._took.clear()
         try:
@@ -113,17 +116,6 @@ class Attached:
         if self.tide is not None:
             self.tide.remove()
         self._hear_no_more()
-
-    def _hear_no_more(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-
-    def tell(self, line: str) -> None:
-        """Say a line to the user."""
-        if self._say is not None:
-            self._say(line)
-        else:
-            sys.stderr.write(line + "\n")
 
     @property
     def stats(self) -> Any:

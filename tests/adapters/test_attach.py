@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.adapters.attach import Attached
-from lowtide.core.log import Listener
+from lowtide.core.log import LOG, Listener
 from lowtide.runtime.session.forward_patch import patched_module
 from tests.support.virtual_engine import virtual
 
@@ -57,6 +58,16 @@ def test_attaching_again_lets_go_first() -> None:
     attached.remove()
     attached.remove()
     assert patched_module(other) is None
+
+
+def test_nobody_listens_for_an_adapter_that_was_dropped_without_remove() -> None:
+    before = list(LOG.handlers)
+    attached, model = Attached("here", budget="1GiB", engine=virtual(1), say=lambda line: None), _model()
+    attached.attach(model, None, speaks=True)
+    del attached
+    gc.collect()
+    assert LOG.handlers == before
+    lowtide.remove(model)
 
 
 def test_a_plan_has_its_budget() -> None:

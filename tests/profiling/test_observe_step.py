@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,6 +258,20 @@ def test_any_output_will_do_when_no_scalar_is_asked_for() -> None:
     profile = observe(model, (torch.randn(2, 4),), needs_scalar=False)
     assert profile.batch == "float32[2, 4]"
     assert profile.num_forward_ops < len(profile.op_names)
+
+
+def test_what_a_model_returns_in_an_object_of_its_own() -> None:
+    found = [
+        observe(nn.Linear(4, 4), (torch.ones(2, 4),), loss=wrap, needs_scalar=False).num_forward_ops
+        for wrap in (lambda out: out, lambda out: SimpleNamespace(logits=out, others=[]))
+    ]
+    assert found[0] == found[1]
+    with pytest.raises(ConfigError) as error:
+        observe(nn.Linear(4, 4), (torch.ones(2, 4),), loss=lambda out: iter([out]), needs_scalar=False)
+    assert str(error.value) == (
+        "observe: no tensor that requires a gradient was found in what Linear returns (list_iterator); return tensors, "
+        "also in tuples, lists, dictionaries or attributes of an object"
+    )
 
 
 @pytest.mark.parametrize(
