@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_845,
+    "lines": 56_925,
     "files": 239,
-    "classes": 433,
+    "classes": 432,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 9,
     "class names that several classes have": 8,
