@@ -64,9 +64,9 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_925,
+    "lines": 56_906,
     "files": 239,
-    "classes": 432,
+    "classes": 430,
     "files that one other file imports": 33,
     "classes with more than 15 attributes": 9,
     "class names that several classes have": 8,

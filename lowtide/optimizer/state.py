@@ -25,21 +25,13 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from lowtide.optimizer.buckets import movable
 from lowtide.optimizer.store import StateStore, entries_of
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _HeldState:
-    """A tensor that torch's `load_state_dict` passes on as it is."""
-
-    tensor: torch.Tensor
-    dtype: torch.dtype
 
 
 class ShownState:
@@ -143,8 +135,9 @@ class ShownState:
     def _held(self, parameter: torch.Tensor, entries: Any) -> Any:
         if not isinstance(entries, dict):
             return entries
+        # Torch casts and moves tensors; an object that it does not know it passes on as it is.
         return {
-            key: _HeldState(value, self._dtype_of(parameter, key, value))
+            key: SimpleNamespace(tensor=value, dtype=self._dtype_of(parameter, key, value))
             if key != "step" and movable(value, None, self._store.min_bytes)
             else value
             for key, value in entries.items()
@@ -162,7 +155,7 @@ class ShownState:
         optimizer, store = self._optimizer, self._store
         for parameter, entries in optimizer.state.items():
             if isinstance(entries, dict):
-                held = {key: value for key, value in entries.items() if isinstance(value, _HeldState)}
+                held = {key: value for key, value in entries.items() if isinstance(value, SimpleNamespace)}
                 device = store.device if parameter in store.residents else None
                 entries.update({key: value.tensor.detach().to(device, value.dtype) for key, value in held.items()})
         self._show(optimizer.state)

@@ -283,18 +283,6 @@ def _written(call: OpCall) -> list[Storage]:
 # -- compiled parts ---------------------------------------------------------------------------------------------------
 
 
-class _CompiledPart:
-    """In the place of an operator."""
-
-    namespace = "lowtide"
-
-    def __str__(self) -> str:
-        return "a compiled part"
-
-
-_PART = _CompiledPart()
-
-
 def run_compiled(watch: ModuleWatch, part: tuple[str, nn.Module], call: Callable, args: tuple, kwargs: dict) -> Any:
     """What `call` gives; the call of the compiled `part` (name, module) is on record afterwards."""
     name, module = part
@@ -345,7 +333,7 @@ def _run(state: StepState, module: nn.Module, call: Callable, args: tuple, kwarg
 def _record_of(state: StepState, name: str, args: tuple, *, is_collective: bool = False) -> OpCall:
     return OpCall(
         index=state.ops.count,
-        func=_PART,
+        func="a compiled part",
         args=args,
         kwargs={},
         outputs=(),

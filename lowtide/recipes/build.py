@@ -268,11 +268,11 @@ class _RecipeBuilder:
             raise _NoRecipeError("uninitialised")
         if call.is_collective and not self.with_collectives:
             raise _NoRecipeError(COLLECTIVE)
+        if not isinstance(call.func, OpOverload):
+            raise _NoRecipeError("unknown producer")
         if call.is_collective and not is_repeatable(call):
             name = f"{call.func.namespace}.{packet_name(call)}"
             raise _NoRecipeError(f"{COLLECTIVE} {name}, which is not a functional one")
-        if not isinstance(call.func, OpOverload):
-            raise _NoRecipeError("unknown producer")
         for value in read_values(call):
             self._check_plain(value)
 

@@ -106,7 +106,7 @@ class OpCall:
 
     index: int
     func: Any
-    """A `torch._ops.OpOverload`."""
+    """A `torch._ops.OpOverload`; of a compiled part a text."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Value | None, ...]
