@@ -147,7 +147,7 @@ def refuse_without_effect(state: StateBytes, config: MemoryConfig) -> None:
     if not state.optimizer:
         raise ConfigError(
             f"{way} has nothing to move: there is no optimizer, or it has no state; pass optimizer=, "
-            "or write optimizer: keep"
+            "take its first step before this if it has none yet, or write optimizer: keep"
         )
     if not state.optimizer_movable:
         raise ConfigError(

@@ -332,8 +332,8 @@ def test_tokens_of_a_batch() -> None:
     ("state", "memory", "message"),
     [
         (StateBytes(parameters=1), {},
-         "memory.optimizer: swap has nothing to move: there is no optimizer, or it has no state; pass optimizer=, or "
-         "write optimizer: keep"),
+         "memory.optimizer: swap has nothing to move: there is no optimizer, or it has no state; pass optimizer=, "
+         "take its first step before this if it has none yet, or write optimizer: keep"),
         (StateBytes(optimizer=64), {},
          "memory.optimizer: swap has nothing to move: no tensor of the optimizer's state has 16,384 elements; write "
          "optimizer: keep"),

@@ -221,8 +221,8 @@ def test_the_optimizers_state_is_placed_where_the_optimizer_is_known() -> None:
     model.forward = lambda x: nn.Sequential.forward(model, x).mean()  # type: ignore[method-assign]
     batch = (rows(256),)
     assert message(lambda: plan(model, batch, memory={"optimizer": "swap", "layers": ["0"]})) == (
-        "memory.optimizer: swap has nothing to move: there is no optimizer, or it has no state; pass optimizer=, or "
-        "write optimizer: keep"
+        "memory.optimizer: swap has nothing to move: there is no optimizer, or it has no state; pass optimizer=, "
+        "take its first step before this if it has none yet, or write optimizer: keep"
     )
     memory = {"optimizer": "swap", "layers": ["0"]}
     placed = plan(model, batch, memory=memory, optimizer=torch.optim.AdamW(model.parameters())).optimizer
