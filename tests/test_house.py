@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_906,
+    "lines": 56_909,
     "files": 239,
     "classes": 430,
     "files that one other file imports": 33,

@@ -45,7 +45,7 @@ from lowtide.profiling.untouched import (
 )
 from lowtide.tensors.compiled import refuse_compiled
 from lowtide.tensors.fsdp import at_rest, fsdp_modules, local_part, sharded_parameters, unreduced_gradients
-from lowtide.tensors.kinds import ACCUMULATOR, device_of, nodes_between, swapped_weights_of, tensors_in
+from lowtide.tensors.kinds import ACCUMULATOR, device_of, nodes_between, swapped_weights_of, tensors_returned
 from lowtide.tensors.optimizers import optimizer_of
 from lowtide.tensors.private import (
     num_compiled_graphs,
@@ -242,13 +242,11 @@ def _forward(
     if needs_scalar:
         return [_scalar(output, loss)]
     picked = output if loss is None else loss(output)
-    # An object of the model's own (a dataclass) is no container to torch.
-    found = tensors_in(picked) or tensors_in(getattr(picked, "__dict__", None))
-    roots = [t for t in found if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+    roots = [t for t in tensors_returned(picked) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
     if not roots:
         raise ConfigError(
             f"observe: no tensor that requires a gradient was found in what {type(model).__name__} returns "
-            f"({type(picked).__name__}); return tensors, also in tuples, lists, dictionaries or attributes of an object"
+            f"({type(picked).__name__}); return tensors, in containers, or in attributes of one object"
         )
     return roots
 

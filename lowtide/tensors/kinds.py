@@ -102,6 +102,12 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def tensors_returned(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a model returns. An object of its own (a dataclass) is no container to torch: its attributes
+    are looked at."""
+    return tensors_in(output) or tensors_in(getattr(output, "__dict__", None))
+
+
 def plain_inside(tree: Any) -> list[torch.Tensor]:
     """The plain tensors among those leaves, and inside of the wrappers among them."""
     return [local for local in map(inside, tensors_in(tree)) if is_plain(local)]

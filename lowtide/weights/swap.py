@@ -47,7 +47,7 @@ from lowtide.runtime.saved.handle import Kept, Shared, open_handle
 from lowtide.runtime.session.forward_patch import patched_module
 from lowtide.tensors.compiled import ForwardPatch, compiled_parts, refuse_compiled
 from lowtide.tensors.fsdp import fsdp_modules
-from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, swapped_weights_of
+from lowtide.tensors.kinds import PLAIN_TYPES, is_plain, swapped_weights_of, tensors_returned
 from lowtide.tensors.optimizers import bare, parameters_of
 from lowtide.tensors.private import (
     are_saved_tensors_hooks_enabled,
@@ -59,7 +59,6 @@ from lowtide.tensors.private import (
     set_flat_weights,
     storage_key,
     top_saved_tensors_hooks,
-    tree_leaves,
 )
 from lowtide.tensors.ranks import has_company
 from lowtide.tensors.view import Shape
@@ -536,8 +535,8 @@ class WeightSwap:
         if are_transforms_active():
             return
         hook = OwnedHook(self._moves, lambda moves, _: unit.begin_backward(moves))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+        for leaf in tensors_returned(output):
+            if leaf.grad_fn is not None:
                 leaf.register_hook(hook)
 
     # -- several micro-batches -----------------------------------------------------------------------------------------

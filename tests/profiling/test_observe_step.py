@@ -270,7 +270,7 @@ def test_what_a_model_returns_in_an_object_of_its_own() -> None:
         observe(nn.Linear(4, 4), (torch.ones(2, 4),), loss=lambda out: iter([out]), needs_scalar=False)
     assert str(error.value) == (
         "observe: no tensor that requires a gradient was found in what Linear returns (list_iterator); return tensors, "
-        "also in tuples, lists, dictionaries or attributes of an object"
+        "in containers, or in attributes of one object"
     )
 
 

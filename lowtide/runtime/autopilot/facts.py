@@ -24,7 +24,7 @@ from lowtide.optimizer.groups import OwnedHook
 from lowtide.planner.smaller import form_of
 from lowtide.profiling.state_bytes import state_bytes
 from lowtide.runtime.session.tide import Tide
-from lowtide.tensors.private import tree_leaves
+from lowtide.tensors.kinds import tensors_returned
 from lowtide.timeline.step import Link
 
 
@@ -102,7 +102,7 @@ class OpenPasses:
 
     def add(self, output: Any, tide: Tide) -> None:
         """A planned forward pass under `tide` gave `output`: it is open until its backward pass begins."""
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        leaves = tensors_returned(output)
         own = _Pass(tide)
         for leaf in leaves:
             if leaf.grad_fn is not None:

@@ -13,6 +13,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -451,6 +452,28 @@ def test_a_strict_budget_is_an_error_and_the_floor_that_it_names_will_do() -> No
         else:
             raise AssertionError(f"{budget} was said to be enough")
         assert tide.events
+
+
+class OwnOutput(Net):
+    """Its loss is an attribute of an object that is no container to torch."""
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(loss=super().forward(x))
+
+
+def test_forward_passes_that_give_an_object_are_planned_as_others_are() -> None:
+    def events(model: nn.Module, pick: Callable[[Any], Tensor]) -> tuple[list[str], int]:
+        with lowtide.optimize(model, "1536KiB", memory={"min_bytes": 1}, engine=virtual(1)) as tide:
+            for number in range(NUM_STEPS):
+                losses = [pick(model(batch(number))), pick(model(batch(number + 9)))]
+                for loss in losses:
+                    loss.backward()
+                model.zero_grad()
+        return [event.why for event in tide.events], tide.stats.num_spills
+
+    found = events(OwnOutput(), lambda output: output.loss)
+    assert found == events(Net(), lambda loss: loss)
+    assert found == (["first step", "several forward passes before a backward pass"], 0)
 
 
 def test_nothing_is_observed_on_a_guess_where_an_iterator_would_move_on() -> None:
