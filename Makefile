@@ -28,7 +28,7 @@ SOURCES := lowtide tests examples benchmarks docs
 test test-extended check: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --dist worksteal --timeout=300 -m "not extended"
+	$(PY) -m pytest -n 2 --timeout=300 -m "not extended"
 
 # What `make test` leaves out: more cases of what it proves with fewer.
 test-extended: $(STAMP)
