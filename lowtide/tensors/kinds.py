@@ -166,10 +166,15 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def num_cached(module: nn.Module, cache: Any) -> int:
-    """Tokens that a key-value cache holds for the layer `module`."""
-    index = getattr(module, "layer_idx", getattr(getattr(module, "self_attn", None), "layer_idx", 0))
+    """Tokens that a key-value cache holds for the layer `module`. Of a layer that keeps no tokens in it (linear
+    attention, keys of another layer): the tensors of its state."""
+    numbers = (getattr(each, "layer_idx", None) for each in (module, *module.children()))
+    index = next((number for number in numbers if isinstance(number, int)), 0)
+    layers = getattr(cache, "layers", ())
+    if index < len(layers) and not hasattr(layers[index], "get_seq_length"):
+        return len(tensors_in(vars(layers[index])))
     length = getattr(cache, "get_seq_length", None)
-    return int(length(index or 0)) if callable(length) else len(cache)
+    return int(length(index)) if callable(length) else len(cache)
 
 
 def device_of(model: nn.Module) -> torch.device:

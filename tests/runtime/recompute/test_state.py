@@ -643,6 +643,35 @@ def test_a_cache_that_holds_tokens_is_refused() -> None:
         )
 
 
+def _gemma4() -> nn.Module:
+    """Its last three layers read the keys of earlier ones: they have no tokens of their own in the cache."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "sliding_window": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_kv_shared_layers": 3}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    per_layer = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+    config = Gemma4TextConfig(**sizes, **heads, **per_layer, num_hidden_layers=6, layer_types=kinds, use_cache=True)
+    torch.manual_seed(0)
+    return Gemma4ForCausalLM(config).train()
+
+
+@pytest.mark.filterwarnings("ignore:lowtide. recomputed layers leave")
+@pytest.mark.parametrize("layers", ["model.layers.*", "model.layers.3,5"])
+def test_layers_that_keep_no_tokens_in_the_cache_are_recomputed(layers: str) -> None:
+    ids = torch.arange(24).view(2, 12)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *gradients(model)]
+
+    truth, model = run(_gemma4()), _gemma4()
+    with lowtide.apply(model, {"recompute": [layers]}) as tide:
+        assert all(map(torch.equal, run(model), truth))
+        assert tide.stats.recomputed_bytes > 0
+
+
 class _OwnBackward(Block):
     """Trains its first linear by a loss of its own."""
 
