@@ -1,8 +1,7 @@
-"""What a person sees of a run, and what stays of it: lines on stderr, and files of its folder.
+"""What a person sees of a run, and what stays of it: lines on stderr, and files of its folder, both of rank 0.
 
-What: `line_of` shows one step; `RunFiles` keeps every step as one line of metrics.jsonl, and of the plan in force
-plan.json and step.json, for `lowtide report`. They belong to rank 0. A full disk ends no training.
-Not covered: experiment trackers; they can read metrics.jsonl.
+`RunFiles` keeps every step as a line of metrics.jsonl, and of the plan in force plan.json and step.json, for `lowtide
+report`. A full disk ends no training.
 """
 
 from __future__ import annotations
@@ -118,12 +117,10 @@ def _done(path: Path) -> Iterator[tuple[int, str]]:
         try:
             record = json.loads(line)
             step, _ = int(record["step"]), float(record["loss"])
-            yield step, line
         except (KeyError, TypeError, ValueError, RecursionError):
-            raise ConfigError(
-                f"{path}: this is not a line of lowtide's: {shown(line)}; move the file away, or choose another "
-                "train.output_dir"
-            ) from None
+            message = f"{path}: this is not a line of lowtide's: {shown(line)}"
+            raise ConfigError(f"{message}; move the file away, or choose another train.output_dir") from None
+        yield step, line
 
 
 def resident_bytes() -> tuple[int | None, int | None]:

@@ -1,14 +1,11 @@
 """The stages of a run that is trained as a pipeline: what of the model a rank has, and how stages take a step.
 
-What: `layers_of_run` deals the layers: equally many to each stage, balanced by their time in a trace (a number that
-every rank and every resumed run finds again), as written, or by upstream's offset. `RankStages` cuts the model into the
-stages of the run's schedule and keeps those of this rank. A step is `pipeline.micro_batches` micro-batches of
-`train.batch_size` sequences, gradients added raw and divided last. A budget is planned for in the first step.
+What: `layers_of_run` deals the layers; `RankStages` cuts the model into the stages of the schedule, and keeps those of
+this rank. A step is `pipeline.micro_batches` micro-batches, gradients added raw and divided last.
 Beside `train.expert_parallel: E` there are E pipelines, which share the experts of each stage, and read texts of their
 own. With `train.tensor_parallel: T`, T neighbours of them share products, sequence and text: `cut_products` leaves each
-its heads of attention, and its columns and rows of the dense MLPs. Between these blocks a rank has its part of each
-sequence; a block gathers the sequence where it begins, and scatters its sums where it ends. Embedding, norms, routers,
-experts and head see the rank's own part. The losses are those of one process up to rounding.
+its heads of attention, and its columns and rows of the dense MLPs. These blocks gather the sequence where they begin,
+and scatter their sums where they end; all else sees the rank's own part of it.
 Cost: the whole model in main memory while it is cut, on every rank; of T ranks two gathers and two scatters in each
 layer and direction, and embedding, head and routers whole on each.
 Not covered: data parallelism beside the pipeline, but for that of the experts; kinds of models that `cut` does not
@@ -32,10 +29,10 @@ from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import lowtide
-from examples.train.ranks import PRODUCTS, Layout, named
+from examples.train.ranks import PRODUCTS, Layout
 from examples.train.shards import check_draws, check_heads
 from lowtide.cluster.layout import split_layers
-from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.config.memory import plan_from_rules
 from lowtide.config.run import RunConfig
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
@@ -45,7 +42,6 @@ from lowtide.pipeline.agree import same_on_all
 from lowtide.pipeline.budget import StagePlans, fit_stages
 from lowtide.pipeline.cut_model import cut
 from lowtide.pipeline.execute import Pipeline
-from lowtide.pipeline.experts import find_experts
 from lowtide.pipeline.generators import make_schedule
 from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.schedule import Schedule, layers_of_stages
@@ -72,9 +68,6 @@ class RankStages:
         assert run.pipeline is not None
         settings = run.pipeline
         schedule = make_schedule(settings.schedule, num_ranks=settings.stages, num_micro_batches=settings.micro_batches)
-        if run.train.expert_parallel > 1:
-            with named(run):
-                find_experts(model)
         self._layers = layers_of_run(run, schedule, model, device)
         self.layer_counts = [len(layers) for layers in self._layers]
         """Of each stage of the pipeline, in the order of the model."""
@@ -85,8 +78,8 @@ class RankStages:
             run.fail("pipeline", str(error))
         self._stages: dict[int, Any] = {stage: every[stage].to(device) for stage in schedule.stages_of(layout.stage)}
         self.model = nn.ModuleList(self._stages.values())
-        if run.train.expert_parallel > 1 and any(name.endswith(".experts") for name, _ in self.model.named_modules()):
-            layout.split_experts(run, self.model)
+        if run.train.expert_parallel > 1:
+            layout.split_experts(run, model, self.model)
         cut_products(run, model, self._stages.values(), layout)
         self._run, self._layout, self._device, self._schedule = run, layout, device, schedule
         self._has_loss = schedule.num_stages - 1 in self._stages
@@ -107,7 +100,11 @@ class RankStages:
                 stage.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(stage.forward)
                 self._undo.callback(delattr, stage, "forward")
         if memory is not None and memory.optimizer == "swap" and memory.budget is None:
-            self._place_state(memory, optimizer)
+            # It comes and goes while the optimizer steps: the backward of one of many micro-batches in flight is no
+            # sign that the step is near.
+            bare = plan_from_rules(dataclasses.replace(memory, recompute=None, swap=None, keep=()), ())
+            engine = self._undo.enter_context(contextlib.closing(choose_engine(run.train.engine, self.model, bare)))
+            self._undo.enter_context(lowtide.swap_optimizer(optimizer, overlap="step", engine=engine))
         # The optimizer has the parameters of all stages of the rank; the loss is after the last stage, and in none.
         rules = None if memory is None else dataclasses.replace(memory, optimizer="keep", loss="plain")
         how: Any = {"engine": run.train.engine, "group": ALONE}
@@ -131,14 +128,6 @@ class RankStages:
         self._pipeline = Pipeline(self._schedule, self._stages, group=self._layout.pipeline, **how)
         self._undo.callback(self._pipeline.close)
 
-    def _place_state(self, memory: MemoryConfig, optimizer: torch.optim.Optimizer) -> None:
-        """The state is elsewhere between steps, and comes and goes while the optimizer steps: the backward of one of
-        many micro-batches in flight is no sign that the step is near."""
-        bare = plan_from_rules(dataclasses.replace(memory, recompute=None, swap=None, keep=()), ())
-        engine = choose_engine(self._run.train.engine, self.model, bare)
-        self._undo.enter_context(contextlib.closing(engine))
-        self._undo.enter_context(lowtide.swap_optimizer(optimizer, overlap="step", engine=engine))
-
     @property
     def tides(self) -> list[Any]:
         """One for each stage of the rank. Those of a budget can be others after a step."""
@@ -158,7 +147,6 @@ class RankStages:
             self.plans = fit_stages(self._pipeline, *given, memory=dataclasses.replace(memory, loss="plain"), **how)
             self._undo.callback(self.plans.remove)
         losses = self._pipeline.step(*given)
-        self._layout.average_gradients(self.model.parameters())
         return float(sum(loss.double() for loss in losses)) / self._schedule.num_micro_batches
 
     def gradient_norm(self) -> torch.Tensor:
@@ -178,29 +166,27 @@ class RankStages:
 def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.device) -> Sequence[range]:
     """The layers of each stage, in the order of the model. Raises `ConfigError` with its place."""
     assert run.pipeline is not None
-    num_layers, num_stages, wanted = len(model.model.layers), schedule.num_stages, run.pipeline.layers
-    sizes: Sequence[int]
+    num_layers, num_stages = len(model.model.layers), schedule.num_stages
+    sizes: Any = run.pipeline.layers
     if run.sections is not None and not run.sections.is_newer and run.sections.offset not in (0, None):
-        if wanted != "even":
+        if sizes != "even":
             run.fail("pipeline.layers", "'pipeline.layers' says what 'offset' says already; leave one of them out")
         sizes = layers_by_offset(run.sections, schedule, num_layers)
-    elif wanted == "even":
+    elif sizes == "even":
         try:
             return layers_of_stages(num_layers, num_stages)
         except ConfigError as error:
             run.fail("pipeline", f"{error}; or write 'pipeline.layers: balanced'")
-    elif wanted == "balanced":
+    elif sizes == "balanced":
         if num_layers < num_stages:
             run.fail("pipeline", f"pipeline: {num_layers} layers are too few for {num_stages} stages")
         sizes = _balanced(run, num_stages, model, device)
-    else:
-        sizes = wanted
-        if (len(sizes), sum(sizes)) != (num_stages, num_layers):
-            run.fail(
-                "pipeline.layers",
-                f"'pipeline.layers' has {len(sizes)} numbers that add up to {sum(sizes)}; '{schedule.name}' has "
-                f"{num_stages} stages here, and the model {num_layers} layers",
-            )
+    elif (len(sizes), sum(sizes)) != (num_stages, num_layers):
+        run.fail(
+            "pipeline.layers",
+            f"'pipeline.layers' has {len(sizes)} numbers that add up to {sum(sizes)}; '{schedule.name}' has "
+            f"{num_stages} stages here, and the model {num_layers} layers",
+        )
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -267,16 +253,14 @@ def cut_products(run: RunConfig, model: Any, stages: Iterable[Any], layout: Layo
 
     def count_all_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The model would count positions by its part of the sequence."""
-        given = kwargs.get("input_ids")
-        given = kwargs["inputs_embeds"] if given is None else given
+        given = next(kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None)
         places = torch.arange(size * given.shape[_SEQUENCE], device=given.device)
         return args, {**kwargs, "position_ids": places.unsqueeze(0)}
 
     def gather(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A block gets all tokens."""
-        if args:
-            return (_gather(args[0], _SEQUENCE, group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": _gather(kwargs["hidden_states"], _SEQUENCE, group)}
+        hidden, *others = args or (kwargs.pop("hidden_states"),)
+        return (_gather(hidden, _SEQUENCE, group), *others), kwargs
 
     def scatter(module: nn.Module, args: tuple, output: torch.Tensor) -> Any:
         """The sums over ranks, of the rank's own tokens."""
@@ -289,7 +273,7 @@ def cut_products(run: RunConfig, model: Any, stages: Iterable[Any], layout: Layo
             children = dict(block.named_children())
             if "experts" in children:
                 continue
-            check_draws(stage, f"{names[block]}.", fail)
+            check_draws(block, names[block], fail)
             block.register_forward_pre_hook(gather, with_kwargs=True)
             for name, child in children.items():
                 if name in _COLUMNS or name in _ROWS:

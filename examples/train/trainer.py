@@ -1,16 +1,12 @@
 """A small reference trainer: byte sequences, exact to the bit across interruptions.
 
 What: `train(run)` builds the model and the data of a run file, resumes if it can, and takes optimizer steps until
-`train.steps` or a signal. A step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens,
-so the mean of their means is the mean over the tokens, and nothing is weighed wrongly. Its text and its random numbers
-follow from its number, so that a run that is resumed has those that it would have had.
-Under `torchrun` gradients are exchanged (DDP) in the last micro-batch of a step only. With `train.expert_parallel` the
-experts are split over ranks and gradients are exchanged after the last micro-batch (ranks.py). With a section
-`pipeline` each rank has some layers (stages.py), with `parallel.shard` a part of each (shards.py).
-Cost beyond the model: one wait for the device per step, because every loss is looked at before it can reach the
-weights; AdamW is the fused one where the device has it, which needs no temporaries.
-Not covered: evaluation. Equality to the bit holds where the device itself repeats its sums to the
-bit; some kernels of accelerators do not.
+`train.steps` or a signal. A step is `grad_accumulation` micro-batches with equally many tokens. Its text and its random
+numbers follow from its number, so that a run that is resumed has those that it would have had.
+Of several ranks each has the model, and DDP exchanges gradients once per step; or a share of the experts (ranks.py), a
+part of each layer (shards.py), or some layers (stages.py).
+Cost: a wait for the device per step, because every loss is looked at before it can reach the weights.
+Not covered: evaluation. Equality to the bit holds where the device itself repeats its sums to the bit.
 """
 
 from __future__ import annotations
@@ -85,24 +81,21 @@ def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
         return error
     where = f"step {ranks.step}" if ranks.step else "while the run started"
     first, *_ = str(error).splitlines() or [type(error).__name__]
-    way_out = "lower train.batch_size, or write a budget into the section 'memory'"
-    if run.memory is not None and run.memory.has_budget:
-        way_out = "lower train.batch_size or memory.budget"
-    return TrainingError(f"{where}: out of memory: {first}; {way_out}")
+    has_budget = run.memory is not None and run.memory.has_budget
+    way_out = " or memory.budget" if has_budget else ", or write a budget into the section 'memory'"
+    return TrainingError(f"{where}: out of memory: {first}; lower train.batch_size{way_out}")
 
 
 class Trainer:
     """One rank's model, optimizer and part of the data, ready for the next step."""
 
     def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device) -> None:
-        self.run = run
-        self.ranks = ranks
-        self.device = device
+        self.run, self.ranks, self.device = run, ranks, device
         text = text_of(run)
         self._text_sha256 = hashlib.sha256(text).hexdigest()
-        memory = "written" if run.memory is not None else "absent"
         facts = {f"train.{name}": getattr(run.train, name) for name in ("steps", "checkpoint_every", "resume")}
-        facts |= {"output_dir": run.output_dir, "section memory": memory, "section parallel": run.parallel}
+        facts |= {"output_dir": run.output_dir, "section parallel": run.parallel}
+        facts["section memory"] = "absent" if run.memory is None else "written"
         same_on_all({**settings_of(run), **facts, "data.files (sha256)": self._text_sha256}, what=_RUN)
         self.layout = Layout(run, ranks)
         self.sampler = Sampler(
@@ -117,15 +110,13 @@ class Trainer:
         same_on_all(facts_of_model(self.model), what=_RUN)
         self._num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.stages: RankStages | None = None
-        self._products: Any = None
-        """The ranks that share products of shards, until they have compared the gradients that they have in common."""
         if run.pipeline is not None:
             self.stages = RankStages(run, self.model, self.layout, device)
             self.model = self.stages.model
         elif run.is_sharded:
-            self._products = shard(run, self.model, self.layout, device)
+            shard(run, self.model, self.layout, device)
         elif run.train.expert_parallel > 1:
-            self.layout.split_experts(run, self.model)
+            self.layout.split_experts(run, self.model, self.model)
         self.model.to(device)
         assert self.layout.parts.keys() <= set(self.model.parameters()), "a parameter was exchanged after it was split"
         self.optimizer = make_optimizer(self.model, run.train)
@@ -133,13 +124,14 @@ class Trainer:
         self.step = 0
         """Optimizer steps done."""
         if self.resumed_from is not None:
-            self.step = checkpoint.load(self.resumed_from, self._state(), settings=self._settings(), ranks=ranks)
+            self.step = checkpoint.load(self.resumed_from, self._tensors(), settings=self._settings(), ranks=ranks)
+        self.first_step = self.step
         same_on_all({"steps done": self.step}, what=_RUN)
         self.say: Callable[[str], None] = say_on_stderr if ranks.is_first else lambda line: None
         """Hears also the lines of the logger `lowtide`."""
         self._listener = Listener(self.say)
         self.tide: Tide | Tides | None = None
-        self._forward: torch.nn.Module = self.model
+        self._forward: Any = self.model
         if self.stages is not None:
             self.stages.begin(self.optimizer)
             return
@@ -187,7 +179,7 @@ class Trainer:
         self, stop: StopRequest, on_step: Callable[[Mapping[str, Any]], None] | None = None
     ) -> signal.Signals | None:
         """Steps until the last one or a signal, which it gives; a checkpoint at the end in either case."""
-        run, settings, newest, first_step = self.run, self.run.train, self.resumed_from, self.step
+        run, settings, newest, first_step = self.run, self.run.train, self.resumed_from, self.first_step
         asked: signal.Signals | None = None
         files = RunFiles(run.output_dir, first_step=self.step, warn=self.say) if self.ranks.is_first else None
         self.say(self.description)
@@ -207,7 +199,7 @@ class Trainer:
                 on_step(record)
             if is_last or asked or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
                 how: Any = {"step": self.step, "settings": self._settings(), "ranks": self.ranks}
-                newest = checkpoint.save(run.checkpoint_dir, self._state(), **how)
+                newest = checkpoint.save(run.checkpoint_dir, self._tensors(), **how)
         if self.step >= settings.steps:
             asked = None  # a signal in the last step came too late to stop anything
         if asked:
@@ -233,9 +225,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         own_loss = self._accumulate_gradients()
-        if self._products is not None:
-            compare_gradients(self.model, self._products)
-            self._products = None
+        self.layout.average_gradients(self.model.parameters())
+        if self.run.is_sharded and self.step == self.first_step:
+            compare_gradients(self.model)
         pass_seconds = (time.perf_counter() - start) / self._num_micro_batches
         loss, asked = self._agree(own_loss, stop)
         grad_norm = self._clip()
@@ -300,15 +292,13 @@ class Trainer:
         for number, tokens in enumerate(batches, start=1):
             run = functools.partial(self._run_micro_batch, tokens.to(self.device), is_last=number == count)
             total += self.tide.step(run) if self.tide is not None else run()
-        if self.layout.parts:
-            self.layout.average_gradients(self.model.parameters())
         return float(total) / count
 
     def _run_micro_batch(self, tokens: torch.Tensor, *, is_last: bool) -> torch.Tensor:
         """Forward and backward; the loss. It may run again if memory runs out."""
         is_narrow = self.run.train.precision == "bf16_autocast"
-        exchanges = self._forward if isinstance(self._forward, DistributedDataParallel) and not is_last else None
-        with contextlib.nullcontext() if exchanges is None else exchanges.no_sync():
+        waits = isinstance(self._forward, DistributedDataParallel) and not is_last
+        with self._forward.no_sync() if waits else contextlib.nullcontext():
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_narrow):
                 loss = self._forward(input_ids=tokens, labels=tokens).loss
             (loss / self.run.train.grad_accumulation).backward()
@@ -357,14 +347,14 @@ class Trainer:
         num_sequences = self.tokens_per_step // self.run.data.sequence_length
         return settings | {"parallel.shard": True, "sequences of a step": num_sequences}
 
-    def _state(self) -> checkpoint.State:
+    def _tensors(self) -> checkpoint.Tensors:
         def rename(name: str) -> str:
             if self.stages is not None:  # ranks of pipelines that share experts have parts of the same name
                 return f"{name}[rank {self.ranks.rank}]"
             is_part = bool(self.layout.parts) and name.endswith(self.layout.expert_names)
             return f"{name}[{self.layout.share}/{self.run.train.expert_parallel}]" if is_part else name
 
-        return checkpoint.State(self.model, self.optimizer, rename)
+        return checkpoint.tensors_of(self.model, self.optimizer, rename)
 
 
 def settings_of(run: RunConfig) -> dict[str, Any]:
