@@ -34,12 +34,13 @@ from torch.distributed.tensor import DTensor
 
 from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError, PipelineError
+from lowtide.pipeline.agree import FailureNote
 from lowtide.pipeline.experts import find_experts, split_experts
-from lowtide.tensors.private import default_store
+from lowtide.tensors.fsdp import local_part
+from lowtide.tensors.ranks import gather
 
+_FAILED = "lowtide: rank"
 _POLL_SECONDS = 0.2
-_LINGER_SECONDS = 1.0
-"""How long a failed rank stays, so that the others read its note before the store may vanish with it."""
 _VICTIM_SECONDS = 3.0
 """How long a rank whose pipeline broke waits for the rank that broke it, which may be gone."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -85,7 +86,7 @@ class Ranks:
         self.rank, self.num_ranks = 0, 1
         self.step = 0
         """The step this rank is in, for its last words; 0 while it starts."""
-        self._store: dist.Store | None = None
+        self._note: FailureNote | None = None
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look, name="lowtide-failure-watch", daemon=True)
         if device is None or os.environ.get("WORLD_SIZE", "1") == "1":
@@ -93,11 +94,10 @@ class Ranks:
         backend = dist.get_default_backend_for_device(device)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
-            backend = f"cpu:gloo,{device.type}:{backend}"  # numbers are averaged on the CPU, gradients on the device
+            backend = f"cpu:gloo,{device.type}:{backend}"  # numbers are gathered on the CPU, gradients on the device
         dist.init_process_group(backend)
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        # A connection of its own: in the group's the main thread may wait.
-        self._store = dist.PrefixStore("lowtide", default_store().clone())
+        self._note = FailureNote("lowtide/train", self.num_ranks)
         self._watch.start()
 
     @property
@@ -108,16 +108,9 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.num_ranks == 1
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over all ranks; every rank gets the same numbers."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if not self.is_alone:
-            dist.all_reduce(tensor)
-        return tensor.tolist()
-
     def barrier(self) -> None:
         """Waits for all ranks."""
-        self.sum([0.0])
+        gather(None, None)
 
     def leave(self) -> None:
         """The end of a run without errors: wait for all ranks, stop the watching thread, leave the process group."""
@@ -132,23 +125,19 @@ class Ranks:
 
     def fail(self, error: Exception) -> NoReturn:
         """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank."""
-        if self._store is None:
+        if self._note is None:
             raise error
         if isinstance(error, PipelineError):
             time.sleep(_VICTIM_SECONDS)  # the rank that failed says why itself, and the watch ends this one
         self._stop_looking()
-        try:
-            is_first = self._store.add("num_failures", 1) == 1
-        except RuntimeError:
-            is_first = True  # the store died with its rank; one that fails in good order stays until all have read it
-        if is_first:
-            text = str(error)
-            if not isinstance(error, ConfigError | TrainingError | PipelineError):
+        is_plain = isinstance(error, ConfigError | TrainingError | PipelineError)
+        place = f"at step {self.step}" if self.step else "while it started"
+        text = f"{_FAILED} {self.rank} failed {place}: {'' if is_plain else f'{type(error).__name__}: '}{error}"
+        if self._note.settle(text) == text:
+            if not is_plain:
                 traceback.print_exception(error)
-                text = f"{type(error).__name__}: {error}"
-            place = f"at step {self.step}" if self.step else "while it started"
-            print(f"lowtide: rank {self.rank} failed {place}: {text}", file=sys.stderr, flush=True)
-            time.sleep(_LINGER_SECONDS)
+            print(text, file=sys.stderr, flush=True)
+            self._note.linger()
         _end(2 if isinstance(error, ConfigError) else 1)
 
     def _stop_looking(self) -> None:
@@ -157,14 +146,11 @@ class Ranks:
 
     def _look(self) -> None:
         """Ends this process when another rank notes a failure."""
-        assert self._store is not None
+        assert self._note is not None
         while not self._is_over.wait(_POLL_SECONDS):
-            try:
-                has_failed = self._store.check(["num_failures"])
-            except RuntimeError:
-                print(f"lowtide: rank {self.rank} lost the rank that holds the job's store; ending", file=sys.stderr)
-                has_failed = True
-            if has_failed:
+            if (said := self._note.read()) is not None:
+                if not said.startswith(_FAILED):
+                    print(f"{_FAILED} {self.rank} ends: {said}", file=sys.stderr)
                 _end(1)
 
 
@@ -181,7 +167,6 @@ class Layout:
     def __init__(self, run: RunConfig, ranks: Ranks) -> None:
         sizes = _sizes(run, ranks)
         self.sizes = dict(zip(_DIMENSIONS, sizes, strict=True))
-        self._ranks = ranks
         self._grid = torch.arange(ranks.num_ranks).view(sizes)
         self.stage, replica, text, self.product = (self._grid == ranks.rank).nonzero()[0].tolist()
         self.text, self.num_texts = replica * self.sizes["text"] + text, self.sizes["replica"] * self.sizes["text"]
@@ -258,19 +243,20 @@ class Layout:
                 dist.all_reduce(parameter.grad, group=group)
             parameter.grad.div_(self.num_texts)
 
-    def norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-        """The norm of the gradients that all ranks have together, the same on each. Collective."""
-        squares: list[torch.Tensor] = []
+    def squares(self, parameters: Iterable[nn.Parameter]) -> list[float]:
+        """Of the norms of the gradients, divided by the number of ranks that have the same one: their sum over all
+        ranks is the square of the norm of the whole model's gradients."""
+        found = []
         for parameter in parameters:
-            grad: Any = parameter.grad
+            if parameter.grad is None:
+                continue
             num_holders: float = self.num_ranks(self._alike(parameter))
-            if isinstance(grad, DTensor):
-                # Its own norm reduces over one dimension of a mesh after the other, in another order on each rank.
-                sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+            if isinstance(parameter.grad, DTensor):
+                sizes = zip(parameter.grad.device_mesh.shape, parameter.grad.placements, strict=True)
                 num_holders /= math.prod(1 if placement.is_replicate() else size for size, placement in sizes)
-                grad = grad.to_local()
-            squares.append(torch.linalg.vector_norm(grad, dtype=torch.float64).square() / num_holders)
-        return torch.tensor(self._ranks.sum([float(sum(squares))])[0], dtype=torch.float64).sqrt()
+            norm = torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float32)
+            found.append(float(norm) ** 2 / num_holders)
+        return found
 
 
 def _sizes(run: RunConfig, ranks: Ranks) -> tuple[int, ...]:

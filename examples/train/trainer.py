@@ -4,7 +4,7 @@ What: `train(run)` builds the model and the data of a run file, resumes if it ca
 `train.steps` or a signal. A step is `grad_accumulation` micro-batches with equally many tokens. Its text and its random
 numbers follow from its number, so that a run that is resumed has those that it would have had.
 Of several ranks each has the model, and DDP exchanges gradients once per step; or a share of the experts (ranks.py), a
-part of each layer (shards.py), or some layers (stages.py).
+part of each layer (products.py), or some layers (stages.py).
 Cost: a wait for the device per step, because every loss is looked at before it can reach the weights.
 Not covered: evaluation. Equality to the bit holds where the device itself repeats its sums to the bit.
 """
@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import random
 import signal
@@ -29,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from examples.train import checkpoint
 from examples.train.data import Sampler, text_of
+from examples.train.products import compare_gradients, shard
 from examples.train.progress import RunFiles, line_of, resident_bytes, say_on_stderr
-from examples.train.ranks import SIGNALS, Layout, Ranks, StopRequest, TrainingError
-from examples.train.shards import compare_gradients, shard
+from examples.train.ranks import Layout, Ranks, StopRequest, TrainingError
 from examples.train.stages import RankStages
 from lowtide.cli.run_model import build_model
 from lowtide.cli.run_step import device_of_run, make_optimizer
@@ -40,6 +41,7 @@ from lowtide.core.log import Listener
 from lowtide.mindformers.follow import follow
 from lowtide.pipeline.agree import facts_of_model, same_on_all
 from lowtide.tensors.out_of_memory import is_out_of_memory
+from lowtide.tensors.ranks import gather
 
 if TYPE_CHECKING:
     from lowtide.runtime.session.tide import Tide
@@ -98,6 +100,9 @@ class Trainer:
         facts["section memory"] = "absent" if run.memory is None else "written"
         same_on_all({**settings_of(run), **facts, "data.files (sha256)": self._text_sha256}, what=_RUN)
         self.layout = Layout(run, ranks)
+        self._num_micro_batches = run.pipeline.micro_batches if run.pipeline else run.train.grad_accumulation
+        self._num_sequences = run.train.batch_size * self._num_micro_batches * self.layout.num_texts
+        """Of a step, of all ranks."""
         self.sampler = Sampler(
             text=text,
             sequence_length=run.data.sequence_length,
@@ -117,6 +122,7 @@ class Trainer:
             shard(run, self.model, self.layout, device)
         elif run.train.expert_parallel > 1:
             self.layout.split_experts(run, self.model, self.model)
+        self._dealt = {} if self.stages is None else {"layers of stages": self.stages.layer_counts}
         self.model.to(device)
         assert self.layout.parts.keys() <= set(self.model.parameters()), "a parameter was exchanged after it was split"
         self.optimizer = make_optimizer(self.model, run.train)
@@ -126,14 +132,15 @@ class Trainer:
         if self.resumed_from is not None:
             self.step = checkpoint.load(self.resumed_from, self._tensors(), settings=self._settings(), ranks=ranks)
         self.first_step = self.step
-        same_on_all({"steps done": self.step}, what=_RUN)
+        same_on_all({"steps done": self.step, **self._dealt}, what=_RUN)
         self.say: Callable[[str], None] = say_on_stderr if ranks.is_first else lambda line: None
         """Hears also the lines of the logger `lowtide`."""
         self._listener = Listener(self.say)
+        self._undo = contextlib.ExitStack()
         self.tide: Tide | Tides | None = None
         self._forward: Any = self.model
         if self.stages is not None:
-            self.stages.begin(self.optimizer)
+            self.stages.begin(self.optimizer, self._undo)
             return
         how: Any = {"memory": run.memory, "optimizer": self.optimizer, "engine": run.train.engine}
         if run.sections is not None:
@@ -141,6 +148,8 @@ class Trainer:
         elif run.memory is not None:
             # Rules are followed as written; a budget is planned for in the first step.
             self.tide = (lowtide.optimize if run.memory.has_budget else lowtide.apply)(self.model, **how)
+        if self.tide is not None:
+            self._undo.callback(self.tide.remove)
         if not (ranks.is_alone or run.is_sharded or self.layout.parts):
             self._forward = DistributedDataParallel(self.model)
 
@@ -148,30 +157,17 @@ class Trainer:
         """Leaves the model as it was built, and lets go of the process group."""
         self._listener.close()
         self._forward = self.model
-        for each in self.stages, self.tide:
-            if each is not None:
-                each.remove()
+        self._undo.close()
 
     @property
     def description(self) -> str:
         """What is trained, on what, by whom."""
         text = f"{len(self.sampler.text):,} bytes of text (sha256 {self._text_sha256[:12]})"
-        tokens = f"{self.tokens_per_step:,} tokens per step"
+        tokens = f"{self._num_sequences * self.run.data.sequence_length:,} tokens per step"
         parts = [f"{self._num_parameters:,} parameters", text, tokens, f"{self.device}{self.layout}"]
         if self.stages is not None:
             parts.append(f"stages of {', '.join(map(str, self.stages.layer_counts))} layers")
         return ", ".join(parts)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Of all ranks."""
-        num_sequences = self.run.train.batch_size * self._num_micro_batches * self.layout.num_texts
-        return num_sequences * self.run.data.sequence_length
-
-    @property
-    def _num_micro_batches(self) -> int:
-        pipeline = self.run.pipeline
-        return self.run.train.grad_accumulation if pipeline is None else pipeline.micro_batches
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -229,9 +225,15 @@ class Trainer:
         if self.run.is_sharded and self.step == self.first_step:
             compare_gradients(self.model)
         pass_seconds = (time.perf_counter() - start) / self._num_micro_batches
-        loss, asked = self._agree(own_loss, stop)
-        grad_norm = self._clip()
+        loss, grad_norm, asked = self._agree(own_loss, stop)
         self._check_finite(loss, grad_norm)
+        if self.run.train.clip_grad_norm is not None:
+            # Shards over different ranks cannot be in one call.
+            how: Any = {"foreach": False} if self.run.is_sharded else {}
+            parameters = self.model.parameters()
+            torch.nn.utils.clip_grads_with_norm_(
+                parameters, self.run.train.clip_grad_norm, torch.tensor(grad_norm), **how
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -249,7 +251,8 @@ class Trainer:
             "grad_norm": grad_norm,  # before clipping
             "learning_rate": learning_rate,
             "step_seconds": seconds,
-            "tokens_per_second": self.tokens_per_step / seconds,  # of all ranks; other bytes and seconds are rank 0's
+            # Of all ranks; other bytes and seconds are rank 0's.
+            "tokens_per_second": self._num_sequences * self.run.data.sequence_length / seconds,
             "peak_bytes": peak_bytes,
             "resident_bytes": resident,
             "peak_resident_bytes": peak_resident,
@@ -304,26 +307,16 @@ class Trainer:
             (loss / self.run.train.grad_accumulation).backward()
         return loss.detach()
 
-    def _agree(self, loss: float, stop: StopRequest) -> tuple[float, signal.Signals | None]:
-        """The mean loss of all ranks that have one, and whether any of them was asked to stop."""
-        total, *asked = self.ranks.sum([loss, *(float(stop.asked is number) for number in SIGNALS)])
+    def _agree(self, loss: float, stop: StopRequest) -> tuple[float, float, signal.Signals | None]:
+        """Of all ranks: the mean loss of those that have one, the norm of all gradients, and the signal that one of
+        them was asked to stop by."""
+        elsewhere = () if self.stages is None else self.stages.pipeline.tied.counted_elsewhere()
+        squares = self.layout.squares(p for p in self.model.parameters() if p not in elsewhere)
+        losses, each_squares, asked = zip(*gather((loss, squares, stop.asked), None), strict=True)
         num_losses = self.ranks.num_ranks if self.stages is None else self.layout.num_texts
-        return total / num_losses, next((number for number, count in zip(SIGNALS, asked, strict=True) if count), None)
-
-    def _clip(self) -> float:
-        """Scales the gradients down to `clip_grad_norm`; their norm before that."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        if self.stages is not None:
-            norm = self.stages.gradient_norm()
-        elif self.run.is_sharded or self.layout.parts:
-            norm = self.layout.norm(parameters)
-        else:
-            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-        if self.run.train.clip_grad_norm is not None:
-            # Shards over different ranks cannot be in one call.
-            how: Any = {"foreach": False} if self.run.is_sharded else {}
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm, **how)
-        return float(norm)
+        # The sum is rounded once, so it is the same however the parameters are dealt to ranks.
+        norm = math.sqrt(math.fsum(itertools.chain(*each_squares)))
+        return sum(losses) / num_losses, norm, next(filter(None, asked), None)
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if self.run.train.allow_non_finite or (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -340,18 +333,16 @@ class Trainer:
         """What a checkpoint is compared with: what shapes the loss curve, and who has what of the model."""
         settings = settings_of(self.run) | {"data.files (sha256)": self._text_sha256}
         if not self.run.is_sharded:
-            own = {} if self.stages is None else {"layers of stages": self.stages.layer_counts}
-            return settings | own | {"number of ranks": self.ranks.num_ranks}
+            return settings | self._dealt | {"number of ranks": self.ranks.num_ranks}
         # Another number of ranks may take the run up, if a step has the same sequences.
         del settings["train.batch_size"], settings["train.grad_accumulation"]
-        num_sequences = self.tokens_per_step // self.run.data.sequence_length
-        return settings | {"parallel.shard": True, "sequences of a step": num_sequences}
+        return settings | {"parallel.shard": True, "sequences of a step": self._num_sequences}
 
     def _tensors(self) -> checkpoint.Tensors:
         def rename(name: str) -> str:
             if self.stages is not None:  # ranks of pipelines that share experts have parts of the same name
                 return f"{name}[rank {self.ranks.rank}]"
-            is_part = bool(self.layout.parts) and name.endswith(self.layout.expert_names)
+            is_part = name.endswith(self.layout.expert_names)
             return f"{name}[{self.layout.share}/{self.run.train.expert_parallel}]" if is_part else name
 
         return checkpoint.tensors_of(self.model, self.optimizer, rename)
