@@ -72,21 +72,18 @@ def save(folder: Path, tensors: Tensors, *, step: int, settings: Mapping[str, ob
         if ranks.is_first:
             files = {file.name: _sha256_of_file(file) for file in partial.iterdir()}
             run = {"step": step, "settings": settings, "files": files}
-            with (partial / "run.json").open("x", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, "sha256": _sha256_of(run), "run": run}, file)
-                file.flush()
-                os.fsync(file.fileno())
+            document = {"format": FORMAT, "sha256": _sha256_of(run), "run": run}
+            (partial / "run.json").write_text(json.dumps(document), encoding="utf-8")
+            _flush(partial / "run.json")
             _flush(partial)
             partial.rename(path)
             _flush(folder)
             for old in find(folder)[:-NUM_KEPT]:
-                # renamed first: a kill in the middle of deleting must not leave half a checkpoint under a whole one's
-                # name
+                # Renamed first: a kill must not leave half a checkpoint under a whole one's name.
                 shutil.rmtree(old.rename(folder / f".{old.name}{_PARTIAL_SUFFIX}"))
     except (OSError, CheckpointException) as error:
-        raise TrainingError(
-            f"checkpoint {path} could not be written: {_why(error)}; older ones are untouched"
-        ) from error
+        what = f"checkpoint {path} could not be written: {_why(error)}; older ones are untouched"
+        raise TrainingError(what) from error
     ranks.barrier()
     return path
 
@@ -196,9 +193,9 @@ def _sha256_of(run: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
-def _flush(folder: Path) -> None:
-    """A rename is only on disk when the folder that holds the name is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Of a file what it holds, of a folder its names: a rename is only on disk when the folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -65,12 +65,8 @@ def text_of(run: RunConfig) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Deals sequences out to the ranks.
-
-    A micro-batch of the whole job is `batch_size * num_ranks` consecutive places of the shuffled order, of which each
-    rank has its own `batch_size`: ranks never share a sequence within an epoch. After the last sequence a new epoch
-    begins in a new order, without dropping the remainder.
-    """
+    """Deals sequences out. A micro-batch of the job is `batch_size * num_ranks` consecutive places of the shuffled
+    order, of which each rank has its own. After the last sequence a new epoch begins in a new order."""
 
     text: bytes
     sequence_length: int

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from examples.train.ranks import PRODUCTS, Layout
+from examples.train.ranks import PRODUCTS, SAME_LAYERS, Layout
 from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError
 from lowtide.pipeline.gradients import elements_of
@@ -55,7 +55,6 @@ _STYLES: Mapping[str, tuple[str, ParallelStyle]] = {
 _BETWEEN = ("colwise", "rowwise")
 """What leaves the activations of a block cut."""
 _OF_WORDS = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
-_MESH = ("replica", "text", "product")
 _ROUNDING = 1e-3
 """Two sums of the same numbers in other orders differ by less, relative to the largest element."""
 
@@ -104,8 +103,8 @@ def shard(run: RunConfig, model: nn.Module, layout: Layout, device: torch.device
     """Deal the model out as the run file says, on the run's device. Raises `ConfigError` for a model that cannot be cut
     so."""
     assert run.parallel is not None
-    sizes = tuple(layout.sizes[name] for name in _MESH)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=_MESH)
+    sizes = tuple(layout.sizes[name] for name in SAME_LAYERS)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=SAME_LAYERS)
     if (size := mesh["product"].size()) > 1:
         _cut_by_plan(_Cut(run, "parallel.tensor", model, size), mesh["product"])
     dealt_over = mesh["replica", "text"] if run.parallel.shard == "hsdp" else mesh["text"]
@@ -184,29 +183,27 @@ def cut_stages(run: RunConfig, model: Any, stages: Iterable[Any], layout: Layout
         places = torch.arange(size * given.shape[SEQUENCE], device=given.device)
         return args, {**kwargs, "position_ids": places.unsqueeze(0)}
 
-    def gather(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def gather_sequence(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A block gets all tokens."""
         hidden, *others = args or (kwargs.pop("hidden_states"),)
         return (_gather(hidden, SEQUENCE, group), *others), kwargs
 
-    def scatter(module: nn.Module, args: tuple, output: torch.Tensor) -> Any:
+    def scatter_sums(module: nn.Module, args: tuple, output: torch.Tensor) -> Any:
         """The sums over ranks, of the rank's own tokens."""
         return _scatter(output, "sum", SEQUENCE, group)
 
     for stage in stages:
-        names = {module: name for name, module in stage.named_modules()}
         stage.model.register_forward_pre_hook(count_all_tokens, with_kwargs=True)
-        for block in (block for layer in stage.model.layers for block in (layer.self_attn, layer.mlp)):
-            children = dict(block.named_children())
-            if "experts" in children:
+        for name, block in stage.named_modules():
+            if not name.endswith((".self_attn", ".mlp")) or hasattr(block, "experts"):
                 continue
-            cut.check_draws(block, names[block])
-            block.register_forward_pre_hook(gather, with_kwargs=True)
-            for name, child in children.items():
-                if name in _COLUMNS or name in _ROWS:
-                    _leave_own(child, names[child], name in _ROWS, layout, cut)
-                if name in _ROWS:
-                    child.register_forward_hook(scatter)
+            cut.check_draws(block, name)
+            block.register_forward_pre_hook(gather_sequence, with_kwargs=True)
+            for key, linear in block.named_children():
+                if key in _COLUMNS or key in _ROWS:
+                    _leave_own(linear, f"{name}.{key}", key in _ROWS, layout, cut)
+                if key in _ROWS:
+                    linear.register_forward_hook(scatter_sums)
 
 
 def _leave_own(linear: Any, name: str, is_row: bool, layout: Layout, cut: _Cut) -> None:

@@ -11,16 +11,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.config.source import shown
 from lowtide.errors import ConfigError
 from lowtide.report.run_folder import METRICS, PLAN, STEP, report_of_handle
 from lowtide.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.runtime.session.tide import Tide
-    from lowtide.runtime.session.tides import Tides
 
 
 def line_of(record: Mapping[str, Any], num_steps: int) -> str:
@@ -47,11 +43,8 @@ class RunFiles:
     """The files of one run, also across interruptions."""
 
     def __init__(self, folder: Path, *, first_step: int, warn: Callable[[str], None]) -> None:
-        """Keeps the lines up to `first_step`: steps after the checkpoint will be done again. `warn` hears, once for
-        each file, that it could not be written.
-
-        Raises `ConfigError` if metrics.jsonl cannot be written, or holds anything but lines of an earlier run.
-        """
+        """Keeps the lines up to `first_step`: later steps will be done again. `warn` hears, once for each file, that it
+        could not be written. Raises `ConfigError` if metrics.jsonl cannot be, or holds anything but such lines."""
         self._folder, self._warn = folder, warn
         self._digest: str | None = None
         """Of the plan that is written."""
@@ -80,8 +73,8 @@ class RunFiles:
                 file.truncate(num_bytes)  # of a line, all or nothing
                 raise
 
-    def follow(self, handle: Tide | Tides | None) -> None:
-        """After each step: write the plan in force, if it is another one than before."""
+    def follow(self, handle: Any) -> None:
+        """After each step: write the plan in force on the model, if it is another one than before. None: no model."""
         plan = None if handle is None else handle.plan
         if plan is None or plan.predicted is None or plan.digest() == self._digest:
             return

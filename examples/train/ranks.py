@@ -41,11 +41,13 @@ from lowtide.tensors.ranks import gather
 
 _FAILED = "lowtide: rank"
 _POLL_SECONDS = 0.2
+_LINGER_SECONDS = 1.0
+"""How long a failed rank stays, so that the others read its note before the store may vanish with it."""
 _VICTIM_SECONDS = 3.0
 """How long a rank whose pipeline broke waits for the rank that broke it, which may be gone."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_DIMENSIONS = ("stage", "replica", "text", "product")
-_SAME_LAYERS = ("replica", "text", "product")
+SAME_LAYERS = ("replica", "text", "product")
+_DIMENSIONS = ("stage", *SAME_LAYERS)
 EXPERTS = ("text", "product")
 PRODUCTS = ("product",)
 
@@ -137,7 +139,7 @@ class Ranks:
             if not is_plain:
                 traceback.print_exception(error)
             print(text, file=sys.stderr, flush=True)
-            self._note.linger()
+            time.sleep(_LINGER_SECONDS)
         _end(2 if isinstance(error, ConfigError) else 1)
 
     def _stop_looking(self) -> None:
@@ -183,9 +185,9 @@ class Layout:
         """The ranks of this rank's pipeline; None: all of the job are."""
         if run.pipeline is None and run.train.expert_parallel == 1:
             return
-        if self.num_ranks(_SAME_LAYERS) > 1:
+        if self.num_ranks(SAME_LAYERS) > 1:
             self.pipeline = self._group_of(("stage",))
-        for key in map(self._long, (_SAME_LAYERS, EXPERTS, PRODUCTS, ("replica", "text"), ("replica",))):
+        for key in map(self._long, (SAME_LAYERS, EXPERTS, PRODUCTS, ("replica", "text"), ("replica",))):
             if key and key not in self._groups:
                 self._groups[key] = self._group_of(key)
 
@@ -223,13 +225,13 @@ class Layout:
 
     def _alike(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The dimensions in which ranks have the same elements of a parameter."""
-        return tuple(name for name in _SAME_LAYERS if name not in self.parts.get(parameter, ()))
+        return tuple(name for name in SAME_LAYERS if name not in self.parts.get(parameter, ()))
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make every gradient the mean over all texts, once a step. Those of experts have the rows of all ranks that
         share them already. Collective."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        together = self.group(_SAME_LAYERS)
+        together = self.group(SAME_LAYERS)
         if together is None or not trained:
             return
         # A gradient that no rank has stays absent, and is not decayed; else absent ones are zeros.

@@ -107,8 +107,7 @@ class RankStages:
         may_slice = memory is not None and memory.slices_loss["may"]
         loss = loss_function(may_slice=may_slice, layout=self._layout if shares_products else None)
         how = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
-        if self._schedule.splits_backwards:
-            how["weight_gradients"] = WeightGradients()
+        how["weight_gradients"] = WeightGradients() if self._schedule.splits_backwards else None
         how["loss"] = loss if self._has_loss else None
         self.pipeline = Pipeline(self._schedule, self._stages, group=self._layout.pipeline, **how)
         undo.callback(self.pipeline.close)

@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -43,10 +43,6 @@ from lowtide.pipeline.agree import facts_of_model, same_on_all
 from lowtide.tensors.out_of_memory import is_out_of_memory
 from lowtide.tensors.ranks import gather
 
-if TYPE_CHECKING:
-    from lowtide.runtime.session.tide import Tide
-    from lowtide.runtime.session.tides import Tides
-
 _RUN = "lowtide train"
 _FREE = {
     *("model.fields", "model.locations", "data.files", "pipeline.layers", "pipeline.overlap"),
@@ -58,10 +54,8 @@ _FREE = {
 
 def train(run: RunConfig, *, on_step: Callable[[Mapping[str, Any]], None] | None = None) -> signal.Signals | None:
     """Trains; gives the signal that stopped it, if one did. `on_step` is called on every rank after every step, with
-    its line of metrics.jsonl.
-
-    Raises `ConfigError` (settings, checkpoint, text) and `TrainingError` (loss not finite, disk full). In a group of
-    ranks a failure ends the processes of all of them here, with one message.
+    its line of metrics.jsonl. Raises `ConfigError` (settings, checkpoint, text) and `TrainingError` (loss not finite,
+    disk full); in a group of ranks a failure ends the processes of all of them here, with one message.
     """
     device = device_of_run(run)
     if run.train.threads is not None:
@@ -137,19 +131,18 @@ class Trainer:
         """Hears also the lines of the logger `lowtide`."""
         self._listener = Listener(self.say)
         self._undo = contextlib.ExitStack()
-        self.tide: Tide | Tides | None = None
+        self.tide: Any = None
         self._forward: Any = self.model
         if self.stages is not None:
             self.stages.begin(self.optimizer, self._undo)
             return
         how: Any = {"memory": run.memory, "optimizer": self.optimizer, "engine": run.train.engine}
         if run.sections is not None:
-            self.tide = follow(self.model, run.sections, **how)
+            self.tide = self._undo.enter_context(follow(self.model, run.sections, **how))
         elif run.memory is not None:
             # Rules are followed as written; a budget is planned for in the first step.
-            self.tide = (lowtide.optimize if run.memory.has_budget else lowtide.apply)(self.model, **how)
-        if self.tide is not None:
-            self._undo.callback(self.tide.remove)
+            attach: Any = lowtide.optimize if run.memory.has_budget else lowtide.apply
+            self.tide = self._undo.enter_context(attach(self.model, **how))
         if not (ranks.is_alone or run.is_sharded or self.layout.parts):
             self._forward = DistributedDataParallel(self.model)
 
@@ -209,10 +202,10 @@ class Trainer:
 
     def _take_step(self, stop: StopRequest) -> tuple[dict[str, Any], signal.Signals | None]:
         """One optimizer step: its line of metrics.jsonl, and the signal on which all ranks agree to stop after it."""
+        if self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.device)
         for tide in self._tides:
             tide.reset_stats()  # peak and totals are those of one step
-        if self._asks_allocator:
-            torch.accelerator.reset_peak_memory_stats(self.device)
         # Ranks that share products of shards must draw alike.
         place = self.layout.text if self.run.is_sharded else self.ranks.rank
         _seed(random.Random(f"{self.run.train.seed} {place} {self.step}").getrandbits(62))
@@ -227,13 +220,10 @@ class Trainer:
         pass_seconds = (time.perf_counter() - start) / self._num_micro_batches
         loss, grad_norm, asked = self._agree(own_loss, stop)
         self._check_finite(loss, grad_norm)
-        if self.run.train.clip_grad_norm is not None:
-            # Shards over different ranks cannot be in one call.
-            how: Any = {"foreach": False} if self.run.is_sharded else {}
-            parameters = self.model.parameters()
-            torch.nn.utils.clip_grads_with_norm_(
-                parameters, self.run.train.clip_grad_norm, torch.tensor(grad_norm), **how
-            )
+        most, parameters = self.run.train.clip_grad_norm, self.model.parameters()
+        if most is not None:
+            foreach = False if self.run.is_sharded else None  # shards over different ranks cannot be in one call
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, torch.tensor(grad_norm), foreach=foreach)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -243,7 +233,7 @@ class Trainer:
         # Of several stages the sums, also of peaks, which need not come at once.
         counted = {name: sum(count[name] for count in counts) for name in counts[0]} if counts else None
         peak_bytes = counted["peak_device_bytes"] if counted else None
-        if self._asks_allocator:
+        if counted is None and self.device.type != "cpu":
             peak_bytes = torch.accelerator.max_memory_allocated(self.device)
         record = {
             "step": self.step,
@@ -273,11 +263,6 @@ class Trainer:
             return None
         digest = "+".join(plan.digest() for plan in plans)
         return {"digest": digest, "predicted_peak_bytes": peak_bytes, "measured_seconds": pass_seconds}
-
-    @property
-    def _asks_allocator(self) -> bool:
-        """For the peak. Lowtide asks by itself, and the CPU's knows nothing."""
-        return self.device.type != "cpu" and not self._tides
 
     @property
     def _tides(self) -> list[Any]:
@@ -349,10 +334,8 @@ class Trainer:
 
 
 def settings_of(run: RunConfig) -> dict[str, Any]:
-    """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.
-
-    `memory` is not among them: lowtide does not change a bit.
-    """
+    """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones. `memory` is not among
+    them: lowtide does not change a bit."""
     sections = {"model": run.model, "data": run.data, "train": run.train, "pipeline": run.pipeline}
     found = {
         f"{name}.{entry.name}": getattr(section, entry.name)
