@@ -28,11 +28,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         settings = _override(load_run(args.run), args)
         if settings.parallel is not None and not settings.is_sharded:
-            settings.fail(
-                "parallel",
-                "'parallel' without 'shard' is planned for, not trained with, in this version; add shard: fsdp2, or "
-                "remove it to train",
-            )
+            what = "'parallel' without 'shard' is planned for, not trained with, in this version"
+            settings.fail("parallel", f"{what}; add shard: fsdp2, or remove it to train")
         if is_first:
             _check_folders(settings)
         if settings.memory is not None or settings.sections is not None:

@@ -97,10 +97,8 @@ def load(path: Path, tensors: Tensors, *, settings: Mapping[str, object], ranks:
     if changed:
         listed = ", ".join(f"{key} was {then.get(key)!r} and is now {now.get(key)!r}" for key in changed[:3])
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise ConfigError(
-            f"{path}: made by a run with other settings: {listed}{more}; put them back, or start a new run with "
-            "another train.output_dir"
-        )
+        what = f"{path}: made by a run with other settings: {listed}{more}"
+        raise ConfigError(f"{what}; put them back, or start a new run with another train.output_dir")
     for name, sha256 in run["files"].items() if ranks.is_first else ():
         try:
             if _sha256_of_file(path / name) != sha256:
@@ -139,18 +137,12 @@ def to_resume(run: RunConfig) -> Path | None:
         path = Path(os.path.expanduser(wanted))  # noqa: PTH111 -- does not raise
         below = [path] if _NAME.fullmatch(path.name) and os.path.isdir(path) else find(path)  # noqa: PTH112
         if not below:
-            run.fail(
-                "train.resume",
-                f"'train.resume': {path} is not a checkpoint; write auto, never, or the path of a folder such as "
-                "step-00000100",
-            )
+            ways = "write auto, never, or the path of a folder such as step-00000100"
+            run.fail("train.resume", f"'train.resume': {path} is not a checkpoint; {ways}")
         chosen = below[-1]
     if found and step_of(found[-1]) > (step_of(chosen) if chosen else 0):
-        run.fail(
-            "train.resume",
-            f"'train.resume' is {wanted}, but {found[-1]} is already there and would be mixed with the new ones; "
-            "choose another 'train.output_dir', delete the folder, or write auto",
-        )
+        what = f"'train.resume' is {wanted}, but {found[-1]} is already there and would be mixed with the new ones"
+        run.fail("train.resume", f"{what}; choose another 'train.output_dir', delete the folder, or write auto")
     return chosen
 
 

@@ -55,11 +55,8 @@ def text_of(run: RunConfig) -> bytes:
         paths += files
     text = read_files(paths or standard_library())
     if len(text) < run.data.sequence_length:
-        run.fail(
-            "data.files",
-            f"'data.files': the text has {len(text)} bytes, less than one sequence of "
-            f"{run.data.sequence_length}; add files or lower 'data.sequence_length'",
-        )
+        what = f"the text has {len(text)} bytes, less than one sequence of {run.data.sequence_length}"
+        run.fail("data.files", f"'data.files': {what}; add files or lower 'data.sequence_length'")
     return text
 
 

@@ -24,14 +24,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, parallel
 
 from examples.train.ranks import PRODUCTS, SAME_LAYERS, Layout
 from lowtide.config.run import RunConfig
@@ -40,16 +33,16 @@ from lowtide.pipeline.gradients import elements_of
 from lowtide.profiling.layers import find_layers
 from lowtide.tensors.ranks import ALONE, gather
 
-_STYLES: Mapping[str, tuple[str, ParallelStyle]] = {
-    "colwise": ("out_features", ColwiseParallel()),
-    "colwise_gather_output": ("out_features", ColwiseParallel(output_layouts=Replicate())),
-    "colwise_rep": ("out_features", ColwiseParallel(output_layouts=Replicate())),
-    "embedding_rowwise": ("num_embeddings", RowwiseParallel(input_layouts=Replicate())),
-    "rowwise": ("in_features", RowwiseParallel()),
-    "rowwise_rep": ("in_features", RowwiseParallel(input_layouts=Replicate())),
-    "rowwise_split_input": ("in_features", RowwiseParallel(input_layouts=Replicate())),
+_STYLES: Mapping[str, tuple[str, parallel.ParallelStyle]] = {
+    "colwise": ("out_features", parallel.ColwiseParallel()),
+    "colwise_gather_output": ("out_features", parallel.ColwiseParallel(output_layouts=Replicate())),
+    "colwise_rep": ("out_features", parallel.ColwiseParallel(output_layouts=Replicate())),
+    "embedding_rowwise": ("num_embeddings", parallel.RowwiseParallel(input_layouts=Replicate())),
+    "rowwise": ("in_features", parallel.RowwiseParallel()),
+    "rowwise_rep": ("in_features", parallel.RowwiseParallel(input_layouts=Replicate())),
+    "rowwise_split_input": ("in_features", parallel.RowwiseParallel(input_layouts=Replicate())),
     # Each rank has the norm, and runs it on its own heads (dimension 2); its gradient is summed over all of them.
-    "replicated_with_grad_allreduce": ("", SequenceParallel(sequence_dim=2, use_local_output=True)),
+    "replicated_with_grad_allreduce": ("", parallel.SequenceParallel(sequence_dim=2, use_local_output=True)),
 }
 """What transformers calls a way to cut a module: the size that is cut, and torch's style for it."""
 _BETWEEN = ("colwise", "rowwise")
@@ -57,7 +50,6 @@ _BETWEEN = ("colwise", "rowwise")
 _OF_WORDS = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
 _ROUNDING = 1e-3
 """Two sums of the same numbers in other orders differ by less, relative to the largest element."""
-
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 _ROWS = ("o_proj", "down_proj")
 SEQUENCE = 1
@@ -117,9 +109,8 @@ def _cut_by_plan(cut: _Cut, mesh: DeviceMesh) -> None:
     model = cut.model
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
-        cut.fail(
-            f"transformers has no plan (base_model_tp_plan) of what of {type(model).__name__} is cut; leave it out"
-        )
+        kind = type(model).__name__
+        cut.fail(f"transformers has no plan (base_model_tp_plan) of what of {kind} is cut; leave it out")
     cut.check_heads()
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     parts = {**dict(model.named_modules()), **dict(model.named_parameters(remove_duplicate=False))}
@@ -139,7 +130,7 @@ def _cut_by_plan(cut: _Cut, mesh: DeviceMesh) -> None:
                 cut.check_width(name, width)
             if not width % cut.size and all(owners[id(parameter)] == 1 for parameter in part.parameters()):
                 # All ranks have the same weights already.
-                parallelize_module(model, mesh, {name: how}, src_data_rank=None)
+                parallel.parallelize_module(model, mesh, {name: how}, src_data_rank=None)
 
 
 def compare_gradients(model: nn.Module) -> None:

@@ -57,13 +57,14 @@ class TrainingError(RuntimeError):
 
 
 class StopRequest:
-    """While entered, in the main thread, notes the first of `SIGNALS` in `asked`, so that none leaves half a step
-    behind. A second Ctrl-C ends the process at once; a second SIGTERM changes nothing, for schedulers send several."""
+    """While entered, notes the first of `SIGNALS` in `asked`, so that none leaves half a step behind. A second Ctrl-C
+    ends the process at once; a second SIGTERM changes nothing, for schedulers send several."""
 
     asked: signal.Signals | None = None
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        is_main = threading.current_thread() is threading.main_thread()  # others may not have handlers
+        self._previous = {number: signal.signal(number, self._note) for number in (SIGNALS if is_main else ())}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -289,7 +290,5 @@ def _sizes(run: RunConfig, ranks: Ranks) -> tuple[int, ...]:
     beside = "".join(f" and '{other}' {number}" for other, number in others)
     there = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
     or_more = ", or a multiple of that" if None in sizes else ""
-    run.fail(
-        key,
-        f"'{key}' is {first}{beside}, but there {there}; start it with torchrun --nproc-per-node {wanted}{or_more}",
-    )
+    start = f"start it with torchrun --nproc-per-node {wanted}{or_more}"
+    run.fail(key, f"'{key}' is {first}{beside}, but there {there}; {start}")

@@ -34,13 +34,10 @@ from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import SlicedLoss
 from lowtide.mindformers.follow import follow, layers_by_offset, sections_of_stages
-from lowtide.pipeline.budget import StagePlans, fit_stages
+from lowtide.pipeline import Overlap, Pipeline, WeightGradients, fit_stages
 from lowtide.pipeline.cut_model import cut
-from lowtide.pipeline.execute import Pipeline
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.schedule import Schedule, layers_of_stages
-from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.profiling.fake.trace import trace
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.tensors.ranks import ALONE
@@ -72,7 +69,7 @@ class RankStages:
         self._run, self._layout, self._device, self._schedule = run, layout, device, schedule
         self._has_loss = schedule.num_stages - 1 in self._stages
         self._tides: list[Any] = []
-        self.plans: StagePlans | None = None
+        self.plans: Any = None
         """For a budget, after the first step."""
 
     def begin(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
@@ -152,11 +149,9 @@ def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.
             run.fail("pipeline", f"pipeline: {num_layers} layers are too few for {num_stages} stages")
         sizes = _balanced(run, num_stages, model, device)
     elif (len(sizes), sum(sizes)) != (num_stages, num_layers):
-        run.fail(
-            "pipeline.layers",
-            f"'pipeline.layers' has {len(sizes)} numbers that add up to {sum(sizes)}; '{schedule.name}' has "
-            f"{num_stages} stages here, and the model {num_layers} layers",
-        )
+        written = f"'pipeline.layers' has {len(sizes)} numbers that add up to {sum(sizes)}"
+        there = f"'{schedule.name}' has {num_stages} stages here, and the model {num_layers} layers"
+        run.fail("pipeline.layers", f"{written}; {there}")
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
