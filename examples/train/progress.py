@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,6 @@ def line_of(record: Mapping[str, Any], num_steps: int) -> str:
         if record["tide"]["num_retries"]:
             parts.append(f"out of memory, run again: {record['tide']['num_retries']}")
     return "  ".join(parts)
-
-
-def say_on_stderr(text: str) -> None:
-    """A line, at once."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class RunFiles:

@@ -111,6 +111,11 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.num_ranks == 1
 
+    def say(self, text: str) -> None:
+        """A line on stderr, of the first rank."""
+        if self.is_first:
+            print(text, file=sys.stderr, flush=True)
+
     def barrier(self) -> None:
         """Waits for all ranks."""
         gather(None, None)

@@ -31,7 +31,7 @@ import lowtide
 from examples.train import checkpoint
 from examples.train.data import Sampler, text_of
 from examples.train.products import compare_gradients, shard
-from examples.train.progress import RunFiles, line_of, resident_bytes, say_on_stderr
+from examples.train.progress import RunFiles, line_of, resident_bytes
 from examples.train.ranks import Layout, Ranks, StopRequest, TrainingError
 from examples.train.stages import RankStages
 from lowtide.cli.run_model import build_model
@@ -61,10 +61,10 @@ def train(run: RunConfig, *, on_step: Callable[[Mapping[str, Any]], None] | None
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
     ranks = Ranks(device)
-    with StopRequest() as stop:
+    with StopRequest() as stop, Listener(ranks.say):
         try:
-            with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
-                asked = trainer.take_steps(stop, on_step)
+            with contextlib.ExitStack() as undo:
+                asked = Trainer(run, ranks=ranks, device=device, undo=undo).take_steps(stop, on_step)
             ranks.leave()
         except Exception as error:
             ranks.fail(_told(error, ranks, run))
@@ -85,7 +85,8 @@ def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
 class Trainer:
     """One rank's model, optimizer and part of the data, ready for the next step."""
 
-    def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack) -> None:
+        """`undo` leaves the model as it was built."""
         self.run, self.ranks, self.device = run, ranks, device
         text = text_of(run)
         self._text_sha256 = hashlib.sha256(text).hexdigest()
@@ -127,30 +128,20 @@ class Trainer:
             self.step = checkpoint.load(self.resumed_from, self._tensors(), settings=self._settings(), ranks=ranks)
         self.first_step = self.step
         same_on_all({"steps done": self.step, **self._dealt}, what=_RUN)
-        self.say: Callable[[str], None] = say_on_stderr if ranks.is_first else lambda line: None
-        """Hears also the lines of the logger `lowtide`."""
-        self._listener = Listener(self.say)
-        self._undo = contextlib.ExitStack()
         self.tide: Any = None
         self._forward: Any = self.model
         if self.stages is not None:
-            self.stages.begin(self.optimizer, self._undo)
+            self.stages.begin(self.optimizer, undo)
             return
         how: Any = {"memory": run.memory, "optimizer": self.optimizer, "engine": run.train.engine}
         if run.sections is not None:
-            self.tide = self._undo.enter_context(follow(self.model, run.sections, **how))
+            self.tide = undo.enter_context(follow(self.model, run.sections, **how))
         elif run.memory is not None:
             # Rules are followed as written; a budget is planned for in the first step.
             attach: Any = lowtide.optimize if run.memory.has_budget else lowtide.apply
-            self.tide = self._undo.enter_context(attach(self.model, **how))
+            self.tide = undo.enter_context(attach(self.model, **how))
         if not (ranks.is_alone or run.is_sharded or self.layout.parts):
             self._forward = DistributedDataParallel(self.model)
-
-    def close(self) -> None:
-        """Leaves the model as it was built, and lets go of the process group."""
-        self._listener.close()
-        self._forward = self.model
-        self._undo.close()
 
     @property
     def description(self) -> str:
@@ -168,12 +159,12 @@ class Trainer:
         self, stop: StopRequest, on_step: Callable[[Mapping[str, Any]], None] | None = None
     ) -> signal.Signals | None:
         """Steps until the last one or a signal, which it gives; a checkpoint at the end in either case."""
-        run, settings, newest, first_step = self.run, self.run.train, self.resumed_from, self.first_step
+        run, settings, newest, say = self.run, self.run.train, self.resumed_from, self.ranks.say
         asked: signal.Signals | None = None
-        files = RunFiles(run.output_dir, first_step=self.step, warn=self.say) if self.ranks.is_first else None
-        self.say(self.description)
+        files = RunFiles(run.output_dir, first_step=self.step, warn=say) if self.ranks.is_first else None
+        say(self.description)
         if newest:
-            self.say(f"resumed from {newest}")
+            say(f"resumed from {newest}")
         while self.step < settings.steps and asked is None:
             self.ranks.step = self.step + 1
             record, asked = self._take_step(stop)
@@ -181,9 +172,9 @@ class Trainer:
                 files.append(record)
                 files.follow(self.tide)
             is_last = self.step == settings.steps
-            is_due = is_last or self.step == first_step + 1 or self.step % settings.log_every == 0
+            is_due = is_last or self.step == self.first_step + 1 or self.step % settings.log_every == 0
             if is_due or (record["tide"] and record["tide"]["num_retries"]):
-                self.say(line_of(record, settings.steps))
+                say(line_of(record, settings.steps))
             if on_step is not None:
                 on_step(record)
             if is_last or asked or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
@@ -193,11 +184,11 @@ class Trainer:
             asked = None  # a signal in the last step came too late to stop anything
         if asked:
             done = f"after step {self.step} of {settings.steps}"
-            self.say(f"stopped by {asked.name} {done}; saved {newest}; run again to go on")
-        elif self.step == first_step:
-            self.say(f"nothing left to do: {newest} has all {settings.steps} steps; raise train.steps to train on")
+            say(f"stopped by {asked.name} {done}; saved {newest}; run again to go on")
+        elif self.step == self.first_step:
+            say(f"nothing left to do: {newest} has all {settings.steps} steps; raise train.steps to train on")
         else:
-            self.say(f"done: {settings.steps} steps; saved {newest}")
+            say(f"done: {settings.steps} steps; saved {newest}")
         return asked
 
     def _take_step(self, stop: StopRequest) -> tuple[dict[str, Any], signal.Signals | None]:
@@ -275,7 +266,7 @@ class Trainer:
         count = self._num_micro_batches
         batches = map(self.sampler.batch, range(self.step * count, (self.step + 1) * count))  # (B, T) each
         if self.stages is not None:
-            return self.stages.take_passes(batches, self.say)
+            return self.stages.take_passes(batches, self.ranks.say)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, tokens in enumerate(batches, start=1):
             run = functools.partial(self._run_micro_batch, tokens.to(self.device), is_last=number == count)
