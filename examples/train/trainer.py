@@ -50,9 +50,10 @@ _FREE = {
     *("train.checkpoint_dir", "train.resume", "train.device", "train.engine", "train.threads"),
 }
 """What a run that is resumed may have otherwise."""
+OnStep = Callable[[Mapping[str, Any]], None]
 
 
-def train(run: RunConfig, *, on_step: Callable[[Mapping[str, Any]], None] | None = None) -> signal.Signals | None:
+def train(run: RunConfig, *, on_step: OnStep | None = None) -> signal.Signals | None:
     """Trains; gives the signal that stopped it, if one did. `on_step` is called on every rank after every step, with
     its line of metrics.jsonl. Raises `ConfigError` (settings, checkpoint, text) and `TrainingError` (loss not finite,
     disk full); in a group of ranks a failure ends the processes of all of them here, with one message.
@@ -155,9 +156,7 @@ class Trainer:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def take_steps(
-        self, stop: StopRequest, on_step: Callable[[Mapping[str, Any]], None] | None = None
-    ) -> signal.Signals | None:
+    def take_steps(self, stop: StopRequest, on_step: OnStep | None) -> signal.Signals | None:
         """Steps until the last one or a signal, which it gives; a checkpoint at the end in either case."""
         run, settings, newest, say = self.run, self.run.train, self.resumed_from, self.ranks.say
         asked: signal.Signals | None = None
