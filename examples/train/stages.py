@@ -43,9 +43,6 @@ from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.hardware import load_hardware
 
-_NONE = -100
-"""The target of the last token."""
-
 
 class RankStages:
     """What one rank has of the model, and the pipeline that it is part of. Made by all ranks at once."""
@@ -178,21 +175,18 @@ def own_part(tokens: torch.Tensor, layout: Layout) -> torch.Tensor:
     return tokens.chunk(layout.sizes["product"], dim=SEQUENCE)[layout.product]
 
 
-def loss_function(
-    *, may_slice: bool, layout: Layout | None = None
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def loss_function(*, may_slice: bool, layout: Layout | None = None) -> Callable[[torch.Tensor, torch.Tensor], Any]:
     """Of logits and tokens: their mean loss; if it may, in slices of rows, where they save memory and keep the bits
     (loss/attach.py). `layout`: of ranks that share products. Then the logits are those of the own part of the sequence,
     and the loss what this adds to the mean of all tokens."""
     loss: Any = SlicedLoss(ForCausalLMLoss, shifts=True) if may_slice else ForCausalLMLoss
 
-    def mean(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        how: dict[str, Any] = {}
+    def mean(logits: torch.Tensor, tokens: torch.Tensor) -> Any:
+        how: dict[str, Any] = {"vocab_size": logits.shape[-1]}
         if layout is not None:
-            following = own_part(pad(tokens, (0, 1), value=_NONE)[:, 1:], layout).contiguous()
-            num_targets = tokens.shape[0] * (tokens.shape[1] - 1)
-            how = {"num_items_in_batch": num_targets, "shift_labels": following, "ignore_index": _NONE}
-        found: torch.Tensor = loss(logits, tokens, vocab_size=logits.shape[-1], **how)
-        return found
+            # The last token has none that follows; -100 is no target.
+            how["shift_labels"] = own_part(pad(tokens, (0, 1), value=-100)[:, 1:], layout).contiguous()
+            how["num_items_in_batch"] = tokens.shape[0] * (tokens.shape[1] - 1)
+        return loss(logits, tokens, **how)
 
     return mean
