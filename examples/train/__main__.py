@@ -1,9 +1,4 @@
-"""`python -m examples.train RUN.yaml`: train the model of a run file.
-
-Exit status: 0 all steps done; 1 the run failed; 2 a mistake in the settings; 143 or 130 stopped by SIGTERM or SIGINT
-after a checkpoint was saved (run the same command again to go on). Several ranks: `torchrun --nproc-per-node 2
--m examples.train RUN.yaml`; torchrun itself then ends with 1 for every status but 0. Progress goes to stderr.
-"""
+"""`python -m examples.train RUN.yaml`: train the model of a run file. README.md has the keys and the exit statuses."""
 
 from __future__ import annotations
 
@@ -33,13 +28,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         settings = _override(load_run(args.run), args)
         if settings.parallel is not None and not settings.is_sharded:
-            settings.fail(
-                "parallel",
-                "'parallel' without 'shard' is planned for, not trained with, in this version; add shard: fsdp2, or "
-                "remove it to train",
-            )
+            what = "'parallel' without 'shard' is planned for, not trained with, in this version"
+            settings.fail("parallel", f"{what}; add shard: fsdp2, or remove it to train")
         if is_first:
-            _check_folders(settings, args)
+            _check_folders(settings)
         if settings.memory is not None or settings.sections is not None:
             # read when torch is imported: large CPU storages become page-aligned, and disk writes need no bounce buffer
             os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -66,19 +58,16 @@ def _override(settings: RunConfig, args: argparse.Namespace) -> RunConfig:
     return dataclasses.replace(settings, train=train, output_dir=args.output_dir or settings.output_dir)
 
 
-def _check_folders(settings: RunConfig, args: argparse.Namespace) -> None:
+def _check_folders(settings: RunConfig) -> None:
     """A folder that cannot be written is refused now, not after the first hours of training."""
     for key in ("output_dir", "checkpoint_dir"):
         folder = getattr(settings, key)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            text = f"{folder} cannot be made or written to: {error.strerror}; choose another folder"
-            if key == "output_dir" and args.output_dir is not None:
-                raise ConfigError(f"--output-dir: {text}") from None
-            raise settings.mistake(f"train.{key}", f"'train.{key}': {text}") from None
+            why = f"{folder} cannot be made or written to: {error.strerror}"
+            settings.fail(f"train.{key}", f"'train.{key}': {why}; choose another folder")
 
 
 if __name__ == "__main__":

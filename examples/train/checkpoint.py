@@ -2,18 +2,15 @@
 
 What: `step-00000120/` has the tensors of the model and the optimizer as safetensors files, written by torch's
 distributed checkpoint (each tensor, or each shard of one, by one rank that has it), and `run.json`: the step, the
-settings that shape the loss curve, the SHA-256 of every file and of itself. The optimizer's groups follow from the
-settings; the learning rate, the text and the random numbers of a step follow from its number.
-Why a folder is whole: it is written under another name and renamed at the end. The newest two are kept.
-No pickle is read: shapes and shards stand in the headers of the safetensors files, and DCP's `.metadata` is neither
-written nor looked at. The hashes find damage, not an attacker, who can make them fit.
+settings that shape the loss curve, the SHA-256 of every file and of itself. All else follows from these. The folder is
+written under another name and renamed at the end. No pickle is read: shapes stand in the safetensors files.
 Cost: one pass over the bytes to write them and one to hash them; the step waits for both.
-Not covered: another number of ranks than at saving, but for shards.
+Not covered: another number of ranks than at saving, but for shards; an attacker, who can make hashes fit.
 """
 
 from __future__ import annotations
 
-import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -27,52 +24,38 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from examples.train.ranks import Ranks, TrainingError
 from lowtide.config.run import RunConfig
 from lowtide.config.source import read_text
 from lowtide.core.json_text import parse_json
 from lowtide.errors import ConfigError
+from lowtide.tensors.fsdp import local_part
 
 FORMAT = 5
 NUM_KEPT = 2
 _MOST_JSON_BYTES = 64 << 20
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL_SUFFIX = ".partial"
+Tensors = dict[str, torch.Tensor]
 
 
-class State:
-    """The tensors of a model and its optimizer, by name. `rename`: of a tensor's name, where ranks have other parts."""
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rename: Callable[[str], str] | None = None
-    ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._model_state, self._optimizer_state = get_state_dict(model, optimizer)
-        found: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self._model_state.items()}
-        states: Any = self._optimizer_state["state"]
-        found |= {f"optimizer.{key}.{name}": value for name, state in states.items() for key, value in state.items()}
-        self.tensors: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in found.items():
-            address = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
-            if address in seen:
-                continue  # tied to one that is written already
-            seen.update([address] if address else [])
-            # Numbers (`step`) as one element: a slice of a tensor without dimensions is not read back.
-            self.tensors[name if rename is None else rename(name)] = tensor if tensor.dim() else tensor.view(1)
-
-    def put_back(self) -> None:
-        """Into the model and the optimizer, after the tensors were filled."""
-        model_state: Any = self._model_state
-        set_state_dict(
-            self._model, self._optimizer, model_state_dict=model_state, optim_state_dict=self._optimizer_state
-        )
+def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rename: Callable[[str], str] = str) -> Tensors:
+    """Those of the model and the optimizer themselves, by name, each once. `rename`: of a name, where ranks have other
+    parts."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    states: Any = optimizer_state["state"]
+    found: dict[str, Any] = {f"model.{name}": tensor for name, tensor in model_state.items()}
+    found |= {f"optimizer.{key}.{name}": value for name, state in states.items() for key, value in state.items()}
+    unique: dict[Any, str] = {}
+    for name, tensor in found.items():
+        unique.setdefault(local_part(tensor).data_ptr() or name, name)  # tied ones have one address
+    # Numbers (`step`) as one element: a slice of a tensor without dimensions is not read back.
+    return {rename(name): found[name] if found[name].dim() else found[name].view(1) for name in unique.values()}
 
 
-def save(folder: Path, state: State, *, step: int, settings: Mapping[str, object], ranks: Ranks) -> Path:
+def save(folder: Path, tensors: Tensors, *, step: int, settings: Mapping[str, object], ranks: Ranks) -> Path:
     """Writes `folder/step-...` on all ranks together and drops the oldest ones. Raises `TrainingError` if it cannot."""
     path = folder / f"step-{step:08d}"
     partial = folder / f".{path.name}{_PARTIAL_SUFFIX}"
@@ -85,30 +68,27 @@ def save(folder: Path, state: State, *, step: int, settings: Mapping[str, object
         ranks.barrier()
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         with warnings.catch_warnings(action="ignore"):  # of a process that is alone, that it is alone
-            dcp.save(state.tensors, storage_writer=writer, no_dist=ranks.is_alone)
+            dcp.save(tensors, storage_writer=writer, no_dist=ranks.is_alone)
         if ranks.is_first:
             files = {file.name: _sha256_of_file(file) for file in partial.iterdir()}
             run = {"step": step, "settings": settings, "files": files}
-            with (partial / "run.json").open("x", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, "sha256": _sha256_of(run), "run": run}, file)
-                file.flush()
-                os.fsync(file.fileno())
+            document = {"format": FORMAT, "sha256": _sha256_of(run), "run": run}
+            (partial / "run.json").write_text(json.dumps(document), encoding="utf-8")
+            _flush(partial / "run.json")
             _flush(partial)
             partial.rename(path)
             _flush(folder)
             for old in find(folder)[:-NUM_KEPT]:
-                # renamed first: a kill in the middle of deleting must not leave half a checkpoint under a whole one's
-                # name
+                # Renamed first: a kill must not leave half a checkpoint under a whole one's name.
                 shutil.rmtree(old.rename(folder / f".{old.name}{_PARTIAL_SUFFIX}"))
     except (OSError, CheckpointException) as error:
-        raise TrainingError(
-            f"checkpoint {path} could not be written: {_why(error)}; older ones are untouched"
-        ) from error
+        what = f"checkpoint {path} could not be written: {_why(error)}; older ones are untouched"
+        raise TrainingError(what) from error
     ranks.barrier()
     return path
 
 
-def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ranks) -> int:
+def load(path: Path, tensors: Tensors, *, settings: Mapping[str, object], ranks: Ranks) -> int:
     """Fills the tensors from a whole checkpoint of the same run, and gives its step. Raises `ConfigError`: the folder
     is damaged, other settings."""
     run = _read_run(path)
@@ -117,10 +97,8 @@ def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ran
     if changed:
         listed = ", ".join(f"{key} was {then.get(key)!r} and is now {now.get(key)!r}" for key in changed[:3])
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise ConfigError(
-            f"{path}: made by a run with other settings: {listed}{more}; put them back, or start a new run with "
-            "another train.output_dir"
-        )
+        what = f"{path}: made by a run with other settings: {listed}{more}"
+        raise ConfigError(f"{what}; put them back, or start a new run with another train.output_dir")
     for name, sha256 in run["files"].items() if ranks.is_first else ():
         try:
             if _sha256_of_file(path / name) != sha256:
@@ -130,10 +108,9 @@ def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ran
     ranks.barrier()  # no rank reads a file before the first one has looked at all of them
     try:
         with warnings.catch_warnings(action="ignore"):  # of a process that is alone, that it is alone
-            dcp.load(state.tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=ranks.is_alone)
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=ranks.is_alone)
     except CheckpointException as error:
         raise _damaged(path, f"its tensors are not those of this model ({_why(error)})") from None
-    state.put_back()
     return int(run["step"])
 
 
@@ -142,8 +119,8 @@ def load(path: Path, state: State, *, settings: Mapping[str, object], ranks: Ran
 
 def find(folder: Path) -> list[Path]:
     """The whole checkpoints of a folder, oldest step first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
+    names = filter(_NAME.fullmatch, glob.glob("step-*", root_dir=folder))  # noqa: PTH207 -- does not raise
+    return sorted((folder / name for name in names), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -152,29 +129,20 @@ def step_of(path: Path) -> int:
 
 def to_resume(run: RunConfig) -> Path | None:
     """What `train.resume` means, given what lies in the folder of checkpoints."""
-    wanted = run.train.resume
-    found = find(run.checkpoint_dir)
+    wanted, found = run.train.resume, find(run.checkpoint_dir)
     if wanted == "auto":
         return found[-1] if found else None
-    chosen = None
+    chosen: Path | None = None
     if wanted != "never":
         path = Path(os.path.expanduser(wanted))  # noqa: PTH111 -- does not raise
-        below: list[Path] = []
-        with contextlib.suppress(OSError):  # a name that no file system takes
-            below = [path] if _NAME.fullmatch(path.name) and path.is_dir() else find(path)
+        below = [path] if _NAME.fullmatch(path.name) and os.path.isdir(path) else find(path)  # noqa: PTH112
         if not below:
-            run.fail(
-                "train.resume",
-                f"'train.resume': {path} is not a checkpoint; write auto, never, or the path of a folder such as "
-                "step-00000100",
-            )
+            ways = "write auto, never, or the path of a folder such as step-00000100"
+            run.fail("train.resume", f"'train.resume': {path} is not a checkpoint; {ways}")
         chosen = below[-1]
     if found and step_of(found[-1]) > (step_of(chosen) if chosen else 0):
-        run.fail(
-            "train.resume",
-            f"'train.resume' is {wanted}, but {found[-1]} is already there and would be mixed with the new ones; "
-            "choose another 'train.output_dir', delete the folder, or write auto",
-        )
+        what = f"'train.resume' is {wanted}, but {found[-1]} is already there and would be mixed with the new ones"
+        run.fail("train.resume", f"{what}; choose another 'train.output_dir', delete the folder, or write auto")
     return chosen
 
 
@@ -217,9 +185,9 @@ def _sha256_of(run: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
-def _flush(folder: Path) -> None:
-    """A rename is only on disk when the folder that holds the name is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Of a file what it holds, of a folder its names: a rename is only on disk when the folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

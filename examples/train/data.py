@@ -1,10 +1,8 @@
-"""Bytes in, sequences out: the text a run trains on, and the place it has reached in it.
+"""Bytes in, sequences out: the text a run trains on, and its order, shuffled by the seed. Tokens are bytes.
 
-What: the text is the concatenation of some files; `Sampler` deals its sequences out in an order that is shuffled by the
-seed. Tokens are bytes, so there is no tokenizer and the vocabulary is 256.
-Why: a run that is stopped and resumed must see the very sequences it would have seen. Which ones a micro-batch has
-follows from its number alone, so there is no place in the text that a checkpoint would have to keep.
-Cost: each rank has the whole text in main memory. Not covered: other tokenizers, packing of documents, masks.
+Why: a run that is resumed must see the very sequences it would have seen. Which ones a micro-batch has follows from its
+number alone, so there is no place in the text that a checkpoint would have to keep.
+Cost: each rank has the whole text in main memory. Not covered: tokenizers, packing of documents, masks.
 """
 
 from __future__ import annotations
@@ -36,15 +34,11 @@ def standard_library() -> tuple[Path, ...]:
 
 def read_files(paths: Sequence[Path]) -> bytes:
     """Reads the files, in the order given. Raises `ConfigError` for one that cannot be read."""
-    pieces: list[bytes] = []
-    for path in paths:
-        try:
-            pieces.append(path.read_bytes())
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be read: {error.strerror}; fix the file or take it out of data.files"
-            ) from None
-    return b"".join(pieces)
+    try:
+        return b"".join(path.read_bytes() for path in paths)
+    except OSError as error:
+        message = f"{error.filename}: cannot be read: {error.strerror}; fix the file or take it out of data.files"
+        raise ConfigError(message) from None
 
 
 def text_of(run: RunConfig) -> bytes:
@@ -55,28 +49,21 @@ def text_of(run: RunConfig) -> bytes:
         pattern = os.path.expanduser(written)  # noqa: PTH111 -- Path.expanduser raises for `~nobody`
         # Not Path.glob and Path.is_file, which raise for some texts.
         found = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)  # noqa: PTH113, PTH207
-        files = sorted(Path(path) for path in found if os.path.isfile(path))  # noqa: PTH113
+        files = sorted(map(Path, filter(os.path.isfile, found)))
         if not files:
             run.fail(where, f"'{where}': no file matches {shown(written)}; check the path")
         paths += files
     text = read_files(paths or standard_library())
     if len(text) < run.data.sequence_length:
-        run.fail(
-            "data.files",
-            f"'data.files': the text has {len(text)} bytes, less than one sequence of "
-            f"{run.data.sequence_length}; add files or lower 'data.sequence_length'",
-        )
+        what = f"the text has {len(text)} bytes, less than one sequence of {run.data.sequence_length}"
+        run.fail("data.files", f"'data.files': {what}; add files or lower 'data.sequence_length'")
     return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Deals sequences out to the ranks.
-
-    A micro-batch of the whole job is `batch_size * num_ranks` consecutive places of the shuffled order, of which each
-    rank has its own `batch_size`: ranks never share a sequence within an epoch. After the last sequence a new epoch
-    begins in a new order, without dropping the remainder.
-    """
+    """Deals sequences out. A micro-batch of the job is `batch_size * num_ranks` consecutive places of the shuffled
+    order, of which each rank has its own. After the last sequence a new epoch begins in a new order."""
 
     text: bytes
     sequence_length: int
@@ -87,19 +74,16 @@ class Sampler:
 
     def indices(self, number: int) -> list[int]:
         """Which sequences this rank has in micro-batch `number` of the run, counted from 0."""
+        num_sequences = len(self.text) // self.sequence_length
         first = (number * self.num_ranks + self.rank) * self.batch_size
-        return [self._sequence_at(place) for place in range(first, first + self.batch_size)]
+        places = (divmod(place, num_sequences) for place in range(first, first + self.batch_size))
+        return [_order(self.seed, epoch, num_sequences)[index] for epoch, index in places]
 
     def batch(self, number: int) -> torch.Tensor:
         """That micro-batch: int64 (B, T), values 0..255."""
         length = self.sequence_length
         rows = [bytearray(self.text[index * length : (index + 1) * length]) for index in self.indices(number)]
         return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in rows]).long()
-
-    def _sequence_at(self, place: int) -> int:
-        num_sequences = len(self.text) // self.sequence_length
-        epoch, index = divmod(place, num_sequences)
-        return _order(self.seed, epoch, num_sequences)[index]
 
 
 @functools.lru_cache(maxsize=2)  # a micro-batch may begin in one epoch and end in the next

@@ -1,27 +1,21 @@
-"""What a person sees of a run, and what stays of it: lines on stderr, and files of its folder.
+"""What a person sees of a run, and what stays of it: lines on stderr, and files of its folder, both of rank 0.
 
-What: `line_of` shows one step; `RunFiles` keeps every step as one line of metrics.jsonl, and of the plan in force
-plan.json and step.json, for `lowtide report`. They belong to rank 0. A full disk ends no training.
-Not covered: experiment trackers; they can read metrics.jsonl.
+`RunFiles` keeps every step as a line of metrics.jsonl, and of the plan in force plan.json and step.json, for `lowtide
+report`. A full disk ends no training.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.config.source import shown
 from lowtide.errors import ConfigError
 from lowtide.report.run_folder import METRICS, PLAN, STEP, report_of_handle
 from lowtide.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lowtide.runtime.session.tide import Tide
-    from lowtide.runtime.session.tides import Tides
 
 
 def line_of(record: Mapping[str, Any], num_steps: int) -> str:
@@ -39,20 +33,12 @@ def line_of(record: Mapping[str, Any], num_steps: int) -> str:
     return "  ".join(parts)
 
 
-def say_on_stderr(text: str) -> None:
-    """A line, at once."""
-    print(text, file=sys.stderr, flush=True)
-
-
 class RunFiles:
     """The files of one run, also across interruptions."""
 
     def __init__(self, folder: Path, *, first_step: int, warn: Callable[[str], None]) -> None:
-        """Keeps the lines up to `first_step`: steps after the checkpoint will be done again. `warn` hears, once for
-        each file, that it could not be written.
-
-        Raises `ConfigError` if metrics.jsonl cannot be written, or holds anything but lines of an earlier run.
-        """
+        """Keeps the lines up to `first_step`: later steps will be done again. `warn` hears, once for each file, that it
+        could not be written. Raises `ConfigError` if metrics.jsonl cannot be, or holds anything but such lines."""
         self._folder, self._warn = folder, warn
         self._digest: str | None = None
         """Of the plan that is written."""
@@ -81,8 +67,8 @@ class RunFiles:
                 file.truncate(num_bytes)  # of a line, all or nothing
                 raise
 
-    def follow(self, handle: Tide | Tides | None) -> None:
-        """After each step: write the plan in force, if it is another one than before."""
+    def follow(self, handle: Any) -> None:
+        """After each step: write the plan in force on the model, if it is another one than before. None: no model."""
         plan = None if handle is None else handle.plan
         if plan is None or plan.predicted is None or plan.digest() == self._digest:
             return
@@ -118,12 +104,10 @@ def _done(path: Path) -> Iterator[tuple[int, str]]:
         try:
             record = json.loads(line)
             step, _ = int(record["step"]), float(record["loss"])
-            yield step, line
         except (KeyError, TypeError, ValueError, RecursionError):
-            raise ConfigError(
-                f"{path}: this is not a line of lowtide's: {shown(line)}; move the file away, or choose another "
-                "train.output_dir"
-            ) from None
+            message = f"{path}: this is not a line of lowtide's: {shown(line)}"
+            raise ConfigError(f"{message}; move the file away, or choose another train.output_dir") from None
+        yield step, line
 
 
 def resident_bytes() -> tuple[int | None, int | None]:

@@ -1,24 +1,20 @@
 """The processes of a job, as one of them sees it: how they stop and end together, and what they share.
 
-What: `Ranks` joins the process group that `torchrun` describes in the environment (or is alone), and watches for
-failures. A rank that fails writes so in the job's store and says why; every other rank has a thread that looks there
-five times a second and ends its process, even while the main thread waits in a collective.
-`StopRequest` turns the first SIGTERM or SIGINT into a note that the loop reads between two steps, so that no signal
-leaves half a step behind. A second Ctrl-C ends the process at once, without saving; a second SIGTERM changes nothing,
-because schedulers and launchers send several.
-`Layout` sets the ranks up in a grid of four dimensions: `stage` of a pipeline, `replica`, `text`, and `product`, the
-ranks that share each product of a layer and read the same text. Ranks that differ in the last three have the same
-layers; experts are dealt to those that differ in the last two. `parts` says which parameters are dealt, and over which
-dimensions; over the others the gradients of a parameter are summed, once a step (`average_gradients`).
-Cost: one small all-reduce on the CPU per step; one look into the store per rank every 0.2 s; one collective per
-parameter and step, but where DDP and FSDP2 exchange gradients by themselves.
+What: `Ranks` joins the process group of `torchrun`, or is alone. A rank that fails writes so in the job's store and
+says why; every other rank has a thread that looks there, and ends its process even while the main thread waits in a
+collective. `StopRequest` turns a first SIGTERM or SIGINT into a note that the loop reads between two steps.
+`Layout` sets the ranks up in a grid: `stage` of a pipeline, `replica`, `text`, and `product`, the ranks that share each
+product of a layer and read the same text. Ranks that differ in the last three have the same layers; experts are dealt
+to those that differ in the last two. `parts` says which parameters are dealt, and over which dimensions; over the
+others `average_gradients` sums their gradients.
+Cost: a small all-reduce on the CPU per step, a look into the store every 0.2 s; a collective per parameter and step,
+but where DDP and FSDP2 exchange gradients.
 Not covered: a rank that dies without a word (SIGKILL, power). gloo notices and the survivors say so; for other
-backends the launcher must end the job, and torchrun does. Only the failing rank prints its message.
+backends the launcher must end the job, and torchrun does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import os
@@ -27,8 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -39,16 +34,20 @@ from torch.distributed.tensor import DTensor
 
 from lowtide.config.run import RunConfig
 from lowtide.errors import ConfigError, PipelineError
-from lowtide.pipeline.experts import split_experts
+from lowtide.pipeline.agree import FailureNote
+from lowtide.pipeline.experts import find_experts, split_experts
+from lowtide.tensors.fsdp import local_part
+from lowtide.tensors.ranks import gather
 
+_FAILED = "lowtide: rank"
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 1.0
 """How long a failed rank stays, so that the others read its note before the store may vanish with it."""
 _VICTIM_SECONDS = 3.0
 """How long a rank whose pipeline broke waits for the rank that broke it, which may be gone."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_DIMENSIONS = ("stage", "replica", "text", "product")
-_SAME_LAYERS = ("replica", "text", "product")
+SAME_LAYERS = ("replica", "text", "product")
+_DIMENSIONS = ("stage", *SAME_LAYERS)
 EXPERTS = ("text", "product")
 PRODUCTS = ("product",)
 
@@ -58,18 +57,14 @@ class TrainingError(RuntimeError):
 
 
 class StopRequest:
-    """While entered, notes the first of `SIGNALS` in `asked` instead of letting it end the process.
+    """While entered, notes the first of `SIGNALS` in `asked`, so that none leaves half a step behind. A second Ctrl-C
+    ends the process at once; a second SIGTERM changes nothing, for schedulers send several."""
 
-    Signal handlers belong to the main thread; entered from another one, this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+    asked: signal.Signals | None = None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        is_main = threading.current_thread() is threading.main_thread()  # others may not have handlers
+        self._previous = {number: signal.signal(number, self._note) for number in (SIGNALS if is_main else ())}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,24 +85,22 @@ class Ranks:
     """One process of the job. Alone (`num_ranks == 1`) nothing here costs anything."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Joins the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (set by torchrun), to train on
-        `device`; without a device, alone."""
+        """Joins the group that the environment describes, to train on `device`; without a device, alone."""
         self.rank, self.num_ranks = 0, 1
         self.step = 0
         """The step this rank is in, for its last words; 0 while it starts."""
-        self._store: dist.Store | None = None
+        self._note: FailureNote | None = None
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look, name="lowtide-failure-watch", daemon=True)
         if device is None or os.environ.get("WORLD_SIZE", "1") == "1":
             return
-        store, self.rank, self.num_ranks = next(dist.rendezvous("env://"))
         backend = dist.get_default_backend_for_device(device)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
-            backend = f"cpu:gloo,{device.type}:{backend}"  # numbers are averaged on the CPU, gradients on the device
-        group_store = dist.PrefixStore("group", store)
-        dist.init_process_group(backend, store=group_store, rank=self.rank, world_size=self.num_ranks)
-        self._store = dist.PrefixStore("lowtide", store.clone())
+            backend = f"cpu:gloo,{device.type}:{backend}"  # numbers are gathered on the CPU, gradients on the device
+        dist.init_process_group(backend)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self._note = FailureNote("lowtide/train", self.num_ranks)
         self._watch.start()
 
     @property
@@ -118,16 +111,14 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.num_ranks == 1
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over all ranks; every rank gets the same numbers."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if not self.is_alone:
-            dist.all_reduce(tensor)
-        return tensor.tolist()
+    def say(self, text: str) -> None:
+        """A line on stderr, of the first rank."""
+        if self.is_first:
+            print(text, file=sys.stderr, flush=True)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        self.sum([0.0])
+        gather(None, None)
 
     def leave(self) -> None:
         """The end of a run without errors: wait for all ranks, stop the watching thread, leave the process group."""
@@ -142,23 +133,18 @@ class Ranks:
 
     def fail(self, error: Exception) -> NoReturn:
         """The bad end: alone, the error goes on its way; in a group, says it once and ends every rank."""
-        if self._store is None:
+        if self._note is None:
             raise error
         if isinstance(error, PipelineError):
             time.sleep(_VICTIM_SECONDS)  # the rank that failed says why itself, and the watch ends this one
         self._stop_looking()
-        try:
-            self._store.set_timeout(timedelta(seconds=5))
-            is_first = self._store.add("num_failures", 1) == 1
-        except RuntimeError:
-            is_first = True  # the store died with its rank; one that fails in good order stays until all have read it
-        if is_first:
-            text = str(error)
-            if not isinstance(error, ConfigError | TrainingError | PipelineError):
+        is_plain = isinstance(error, ConfigError | TrainingError | PipelineError)
+        place = f"at step {self.step}" if self.step else "while it started"
+        text = f"{_FAILED} {self.rank} failed {place}: {'' if is_plain else f'{type(error).__name__}: '}{error}"
+        if self._note.settle(text) == text:
+            if not is_plain:
                 traceback.print_exception(error)
-                text = f"{type(error).__name__}: {error}"
-            place = f"at step {self.step}" if self.step else "while it started"
-            print(f"lowtide: rank {self.rank} failed {place}: {text}", file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
             time.sleep(_LINGER_SECONDS)
         _end(2 if isinstance(error, ConfigError) else 1)
 
@@ -168,14 +154,11 @@ class Ranks:
 
     def _look(self) -> None:
         """Ends this process when another rank notes a failure."""
-        assert self._store is not None
+        assert self._note is not None
         while not self._is_over.wait(_POLL_SECONDS):
-            try:
-                has_failed = self._store.check(["num_failures"])
-            except RuntimeError:
-                print(f"lowtide: rank {self.rank} lost the rank that holds the job's store; ending", file=sys.stderr)
-                has_failed = True
-            if has_failed:
+            if (said := self._note.read()) is not None:
+                if not said.startswith(_FAILED):
+                    print(f"{_FAILED} {self.rank} ends: {said}", file=sys.stderr)
                 _end(1)
 
 
@@ -192,7 +175,6 @@ class Layout:
     def __init__(self, run: RunConfig, ranks: Ranks) -> None:
         sizes = _sizes(run, ranks)
         self.sizes = dict(zip(_DIMENSIONS, sizes, strict=True))
-        self._ranks = ranks
         self._grid = torch.arange(ranks.num_ranks).view(sizes)
         self.stage, replica, text, self.product = (self._grid == ranks.rank).nonzero()[0].tolist()
         self.text, self.num_texts = replica * self.sizes["text"] + text, self.sizes["replica"] * self.sizes["text"]
@@ -209,9 +191,9 @@ class Layout:
         """The ranks of this rank's pipeline; None: all of the job are."""
         if run.pipeline is None and run.train.expert_parallel == 1:
             return
-        if self.num_ranks(_SAME_LAYERS) > 1:
+        if self.num_ranks(SAME_LAYERS) > 1:
             self.pipeline = self._group_of(("stage",))
-        for key in map(self._long, (_SAME_LAYERS, EXPERTS, PRODUCTS, ("replica", "text"), ("replica",))):
+        for key in map(self._long, (SAME_LAYERS, EXPERTS, PRODUCTS, ("replica", "text"), ("replica",))):
             if key and key not in self._groups:
                 self._groups[key] = self._group_of(key)
 
@@ -234,22 +216,28 @@ class Layout:
         """The process group of the ranks that differ from this one in these dimensions only; None without another."""
         return self._groups.get(self._long(dimensions))
 
-    def split_experts(self, run: RunConfig, model: nn.Module) -> None:
-        """Leave this rank its share of the experts of `model`, which has some. Collective. Raises `ConfigError`."""
-        with named(run):
-            split = split_experts(model, group=self.group(EXPERTS))
+    def split_experts(self, run: RunConfig, model: nn.Module, own: nn.Module) -> None:
+        """Leave this rank its share of the experts of `own`, the part that it has of `model`. Collective. Raises
+        `ConfigError` for a model without experts."""
+        try:
+            find_experts(model)
+            if not any(name.endswith(".experts") for name, _ in own.named_modules()):
+                return
+            split = split_experts(own, group=self.group(EXPERTS))
+        except ConfigError as error:
+            run.fail("train.expert_parallel", f"'train.expert_parallel' is {run.train.expert_parallel}, but {error}")
         self.parts |= dict.fromkeys(split.own_parameters(), EXPERTS)
         self.expert_names = split.parameter_names
 
     def _alike(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The dimensions in which ranks have the same elements of a parameter."""
-        return tuple(name for name in _SAME_LAYERS if name not in self.parts.get(parameter, ()))
+        return tuple(name for name in SAME_LAYERS if name not in self.parts.get(parameter, ()))
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make every gradient the mean over all texts, once a step. Those of experts have the rows of all ranks that
         share them already. Collective."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        together = self.group(_SAME_LAYERS)
+        together = self.group(SAME_LAYERS)
         if together is None or not trained:
             return
         # A gradient that no rank has stays absent, and is not decayed; else absent ones are zeros.
@@ -263,64 +251,49 @@ class Layout:
                 dist.all_reduce(parameter.grad, group=group)
             parameter.grad.div_(self.num_texts)
 
-    def norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-        """The norm of the gradients that all ranks have together, the same on each. Collective."""
-        squares: list[torch.Tensor] = []
+    def squares(self, parameters: Iterable[nn.Parameter]) -> list[float]:
+        """Of the norms of the gradients, divided by the number of ranks that have the same one: their sum over all
+        ranks is the square of the norm of the whole model's gradients."""
+        found = []
         for parameter in parameters:
-            grad: Any = parameter.grad
+            if parameter.grad is None:
+                continue
             num_holders: float = self.num_ranks(self._alike(parameter))
-            if isinstance(grad, DTensor):
-                # Its own norm reduces over one dimension of a mesh after the other, in another order on each rank.
-                sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+            if isinstance(parameter.grad, DTensor):
+                sizes = zip(parameter.grad.device_mesh.shape, parameter.grad.placements, strict=True)
                 num_holders /= math.prod(1 if placement.is_replicate() else size for size, placement in sizes)
-                grad = grad.to_local()
-            squares.append(torch.linalg.vector_norm(grad, dtype=torch.float64).square() / num_holders)
-        return torch.tensor(self._ranks.sum([float(sum(squares))])[0], dtype=torch.float64).sqrt()
-
-
-@contextlib.contextmanager
-def named(run: RunConfig) -> Iterator[None]:
-    """Inside, a mistake in what is split is told with its place in the run file."""
-    try:
-        yield
-    except ConfigError as error:
-        run.fail("train.expert_parallel", f"'train.expert_parallel' is {run.train.expert_parallel}, but {error}")
+            norm = torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float32)
+            found.append(float(norm) ** 2 / num_holders)
+        return found
 
 
 def _sizes(run: RunConfig, ranks: Ranks) -> tuple[int, ...]:
     """Of the four dimensions. One that the run file leaves free takes the ranks that there are."""
-    experts, tensor = run.train.expert_parallel, run.train.tensor_parallel
-    sizes: dict[str, int | None]
-    written: dict[str, Any]
+    experts, tensor, parallel = run.train.expert_parallel, run.train.tensor_parallel, run.parallel
+    sizes: tuple[int | None, ...] = (1, None, experts, 1)
+    written: dict[str, Any] = {}
     if run.pipeline is not None:
         for key, number in {"data.sequence_length": run.data.sequence_length, "train.expert_parallel": experts}.items():
             if number > 1 and number % tensor:
                 each = f"'train.tensor_parallel' is {tensor}, and '{key}' {number} does not divide by it"
                 run.fail("train.tensor_parallel", f"{each}; each rank has a part of the tokens, so choose a divisor")
-        sizes = {"stage": run.pipeline.stages, "replica": 1, "text": max(experts, tensor) // tensor, "product": tensor}
+        sizes = (run.pipeline.stages, 1, max(experts, tensor) // tensor, tensor)
         written = {"pipeline.stages": run.pipeline.stages}
-    elif run.parallel is not None and run.is_sharded:
-        config = run.parallel
-        texts = None if config.data is None else config.data // (config.replicas or 1)
-        sizes = {"stage": 1, "replica": config.replicas or 1, "text": texts, "product": config.tensor or 1}
-        written = {"parallel.shard": config.shard}
-        more = {f"parallel.{key}": getattr(config, key) for key in ("data", "replicas", "tensor")}
-        written |= {key: number for key, number in more.items() if number is not None}
-    else:
-        sizes = {"stage": 1, "replica": None, "text": experts, "product": 1}
-        written = {}
-    more = {"train.expert_parallel": experts, "train.tensor_parallel": tensor}
-    written |= {key: number for key, number in more.items() if number > 1}
-    fixed = math.prod(size for size in sizes.values() if size is not None)
+    elif parallel is not None and run.is_sharded:
+        replicas = parallel.replicas or 1
+        sizes = (1, replicas, parallel.data and parallel.data // replicas, parallel.tensor or 1)
+        written = {f"parallel.{key}": getattr(parallel, key) for key in ("shard", "data", "replicas", "tensor")}
+    of_train = {"train.expert_parallel": experts, "train.tensor_parallel": tensor}
+    written |= {key: number for key, number in of_train.items() if number > 1}
+    fixed = math.prod(size for size in sizes if size is not None)
     free = max(2 if run.is_sharded and fixed == 1 else 1, ranks.num_ranks // fixed)
-    found = tuple(free if size is None else size for size in sizes.values())
-    if (wanted := math.prod(found)) != ranks.num_ranks or (run.is_sharded and ranks.is_alone):
-        (key, first), *others = written.items()
-        beside = "".join(f" and '{other}' {number}" for other, number in others)
-        there = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
-        or_more = ", or a multiple of that" if None in sizes.values() else ""
-        run.fail(
-            key,
-            f"'{key}' is {first}{beside}, but there {there}; start it with torchrun --nproc-per-node {wanted}{or_more}",
-        )
-    return found
+    found = tuple(free if size is None else size for size in sizes)
+    wanted = math.prod(found)
+    if wanted == ranks.num_ranks and not (run.is_sharded and ranks.is_alone):
+        return found
+    (key, first), *others = ((name, value) for name, value in written.items() if value is not None)
+    beside = "".join(f" and '{other}' {number}" for other, number in others)
+    there = "is 1 rank" if ranks.is_alone else f"are {ranks.num_ranks} ranks"
+    or_more = ", or a multiple of that" if None in sizes else ""
+    start = f"start it with torchrun --nproc-per-node {wanted}{or_more}"
+    run.fail(key, f"'{key}' is {first}{beside}, but there {there}; {start}")

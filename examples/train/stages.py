@@ -1,18 +1,12 @@
 """The stages of a run that is trained as a pipeline: what of the model a rank has, and how stages take a step.
 
-What: `layers_of_run` deals the layers: equally many to each stage, balanced by their time in a trace (a number that
-every rank and every resumed run finds again), as written, or by upstream's offset. `RankStages` cuts the model into the
-stages of the run's schedule and keeps those of this rank. A step is `pipeline.micro_batches` micro-batches of
-`train.batch_size` sequences, gradients added raw and divided last. A budget is planned for in the first step.
+What: `layers_of_run` deals the layers; `RankStages` cuts the model into the stages of the schedule, and keeps those of
+this rank. A step is `pipeline.micro_batches` micro-batches, gradients added raw and divided last.
 Beside `train.expert_parallel: E` there are E pipelines, which share the experts of each stage, and read texts of their
-own. With `train.tensor_parallel: T`, T neighbours of them share products, sequence and text: `cut_products` leaves each
-its heads of attention, and its columns and rows of the dense MLPs. Between these blocks a rank has its part of each
-sequence; a block gathers the sequence where it begins, and scatters its sums where it ends. Embedding, norms, routers,
-experts and head see the rank's own part. The losses are those of one process up to rounding.
-Cost: the whole model in main memory while it is cut, on every rank; of T ranks two gathers and two scatters in each
-layer and direction, and embedding, head and routers whole on each.
+own. With `train.tensor_parallel: T`, T neighbours of them share products, sequence and text (products.py).
+Cost: the whole model in main memory while it is cut, on every rank.
 Not covered: data parallelism beside the pipeline, but for that of the experts; kinds of models that `cut` does not
-know; beside T attention that needs a mask, and dropout inside the cut blocks.
+know.
 """
 
 from __future__ import annotations
@@ -22,47 +16,32 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as functional
 from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import lowtide
-from examples.train.ranks import PRODUCTS, Layout, named
-from examples.train.shards import check_draws, check_heads
+from examples.train.products import SEQUENCE, cut_stages
+from examples.train.ranks import Layout
 from lowtide.cluster.layout import split_layers
-from lowtide.config.memory import MemoryConfig, plan_from_rules
+from lowtide.config.memory import plan_from_rules
 from lowtide.config.run import RunConfig
 from lowtide.engines.choose import choose_engine
 from lowtide.errors import ConfigError
 from lowtide.loss.attach import SlicedLoss
 from lowtide.mindformers.follow import follow, layers_by_offset, sections_of_stages
-from lowtide.pipeline.agree import same_on_all
-from lowtide.pipeline.budget import StagePlans, fit_stages
+from lowtide.pipeline import Overlap, Pipeline, WeightGradients, fit_stages
 from lowtide.pipeline.cut_model import cut
-from lowtide.pipeline.execute import Pipeline
-from lowtide.pipeline.experts import find_experts
 from lowtide.pipeline.generators import make_schedule
-from lowtide.pipeline.overlap import Overlap
 from lowtide.pipeline.schedule import Schedule, layers_of_stages
-from lowtide.pipeline.weight_gradients import WeightGradients
 from lowtide.profiling.fake.trace import trace
 from lowtide.runtime.autopilot.plan_model import hardware_of_device
 from lowtide.tensors.ranks import ALONE
 from lowtide.timeline.hardware import load_hardware
-
-_COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-_ROWS = ("o_proj", "down_proj")
-_SEQUENCE = 1
-"""The dimension of tokens in a hidden state."""
-_NONE = -100
-"""The target of the last token."""
-_gather: Any = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
-_scatter: Any = getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
 
 
 class RankStages:
@@ -72,42 +51,39 @@ class RankStages:
         assert run.pipeline is not None
         settings = run.pipeline
         schedule = make_schedule(settings.schedule, num_ranks=settings.stages, num_micro_batches=settings.micro_batches)
-        if run.train.expert_parallel > 1:
-            with named(run):
-                find_experts(model)
         self._layers = layers_of_run(run, schedule, model, device)
         self.layer_counts = [len(layers) for layers in self._layers]
         """Of each stage of the pipeline, in the order of the model."""
-        same_on_all({"layers of stages": self.layer_counts}, what="pipeline")
         try:
             every = cut(model, self._layers)
         except ConfigError as error:
             run.fail("pipeline", str(error))
         self._stages: dict[int, Any] = {stage: every[stage].to(device) for stage in schedule.stages_of(layout.stage)}
         self.model = nn.ModuleList(self._stages.values())
-        if run.train.expert_parallel > 1 and any(name.endswith(".experts") for name, _ in self.model.named_modules()):
-            layout.split_experts(run, self.model)
-        cut_products(run, model, self._stages.values(), layout)
+        if run.train.expert_parallel > 1:
+            layout.split_experts(run, model, self.model)
+        cut_stages(run, model, self._stages.values(), layout)
         self._run, self._layout, self._device, self._schedule = run, layout, device, schedule
         self._has_loss = schedule.num_stages - 1 in self._stages
         self._tides: list[Any] = []
-        self.plans: StagePlans | None = None
+        self.plans: Any = None
         """For a budget, after the first step."""
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._pipeline: Pipeline | None = None
-        self._undo = contextlib.ExitStack()
-        """Leaves the stages as they were cut."""
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """When the weights are those to begin with: the memory section, and the pipeline."""
+    def begin(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
+        """When the weights are those to begin with: the memory section, and the pipeline. `undo` leaves the stages as
+        they were cut."""
         run, memory = self._run, self._run.memory
-        self._optimizer = optimizer
+        self._optimizer, self._undo = optimizer, undo
         if run.train.precision == "bf16_autocast":
             for stage in self._stages.values():
                 stage.forward = torch.autocast(self._device.type, dtype=torch.bfloat16)(stage.forward)
-                self._undo.callback(delattr, stage, "forward")
+                undo.callback(delattr, stage, "forward")
         if memory is not None and memory.optimizer == "swap" and memory.budget is None:
-            self._place_state(memory, optimizer)
+            # It comes and goes while the optimizer steps: the backward of one of many micro-batches in flight is no
+            # sign that the step is near.
+            bare = plan_from_rules(dataclasses.replace(memory, recompute=None, swap=None, keep=()), ())
+            engine = undo.enter_context(contextlib.closing(choose_engine(run.train.engine, self.model, bare)))
+            undo.enter_context(lowtide.swap_optimizer(optimizer, overlap="step", engine=engine))
         # The optimizer has the parameters of all stages of the rank; the loss is after the last stage, and in none.
         rules = None if memory is None else dataclasses.replace(memory, optimizer="keep", loss="plain")
         how: Any = {"engine": run.train.engine, "group": ALONE}
@@ -120,24 +96,15 @@ class RankStages:
         elif rules is not None and not rules.has_budget:
             self._tides = [lowtide.apply(module, rules, **how) for module in self._stages.values()]
         for tide in self._tides:
-            self._undo.enter_context(tide)
+            undo.enter_context(tide)
         shares_products = self._layout.sizes["product"] > 1
         may_slice = memory is not None and memory.slices_loss["may"]
         loss = loss_function(may_slice=may_slice, layout=self._layout if shares_products else None)
         how = {"run_pair": Overlap().run_pair} if run.pipeline is not None and run.pipeline.overlap else {}
-        if self._schedule.splits_backwards:
-            how["weight_gradients"] = WeightGradients()
+        how["weight_gradients"] = WeightGradients() if self._schedule.splits_backwards else None
         how["loss"] = loss if self._has_loss else None
-        self._pipeline = Pipeline(self._schedule, self._stages, group=self._layout.pipeline, **how)
-        self._undo.callback(self._pipeline.close)
-
-    def _place_state(self, memory: MemoryConfig, optimizer: torch.optim.Optimizer) -> None:
-        """The state is elsewhere between steps, and comes and goes while the optimizer steps: the backward of one of
-        many micro-batches in flight is no sign that the step is near."""
-        bare = plan_from_rules(dataclasses.replace(memory, recompute=None, swap=None, keep=()), ())
-        engine = choose_engine(self._run.train.engine, self.model, bare)
-        self._undo.enter_context(contextlib.closing(engine))
-        self._undo.enter_context(lowtide.swap_optimizer(optimizer, overlap="step", engine=engine))
+        self.pipeline = Pipeline(self._schedule, self._stages, group=self._layout.pipeline, **how)
+        undo.callback(self.pipeline.close)
 
     @property
     def tides(self) -> list[Any]:
@@ -147,7 +114,6 @@ class RankStages:
     def take_passes(self, batches: Iterable[torch.Tensor], say: Callable[[str], None]) -> float:
         """Forward and backward of all micro-batches. The mean loss; 0 on ranks that do not have it. `say` hears of the
         plans for a budget."""
-        assert self._pipeline is not None
         batches = [tokens.to(self._device) for tokens in batches] if self._has_loss or 0 in self._stages else []
         inputs = [own_part(tokens, self._layout) for tokens in batches] if 0 in self._stages else None
         given = inputs, batches if self._has_loss else None
@@ -155,52 +121,34 @@ class RankStages:
         if memory is not None and memory.has_budget and self.plans is None:
             how: Any = {"optimizer": self._optimizer, "engine": self._run.train.engine, "say": say}
             how["together"] = None if self._layout.pipeline is None else dist.group.WORLD
-            self.plans = fit_stages(self._pipeline, *given, memory=dataclasses.replace(memory, loss="plain"), **how)
+            self.plans = fit_stages(self.pipeline, *given, memory=dataclasses.replace(memory, loss="plain"), **how)
             self._undo.callback(self.plans.remove)
-        losses = self._pipeline.step(*given)
-        self._layout.average_gradients(self.model.parameters())
+        losses = self.pipeline.step(*given)
         return float(sum(loss.double() for loss in losses)) / self._schedule.num_micro_batches
-
-    def gradient_norm(self) -> torch.Tensor:
-        """Of all stages, as one rank computes it; of several pipelines up to rounding. Collective."""
-        assert self._pipeline is not None
-        if self._layout.pipeline is None:
-            return self._pipeline.gradient_norm()
-        elsewhere = self._pipeline.tied.counted_elsewhere()
-        parameters = [p for p in self.model.parameters() if p.grad is not None and p not in elsewhere]
-        return self._layout.norm(parameters)
-
-    def remove(self) -> None:
-        """Leave the stages as they were cut."""
-        self._undo.close()
 
 
 def layers_of_run(run: RunConfig, schedule: Schedule, model: Any, device: torch.device) -> Sequence[range]:
     """The layers of each stage, in the order of the model. Raises `ConfigError` with its place."""
     assert run.pipeline is not None
-    num_layers, num_stages, wanted = len(model.model.layers), schedule.num_stages, run.pipeline.layers
-    sizes: Sequence[int]
+    num_layers, num_stages = len(model.model.layers), schedule.num_stages
+    sizes: Any = run.pipeline.layers
     if run.sections is not None and not run.sections.is_newer and run.sections.offset not in (0, None):
-        if wanted != "even":
+        if sizes != "even":
             run.fail("pipeline.layers", "'pipeline.layers' says what 'offset' says already; leave one of them out")
         sizes = layers_by_offset(run.sections, schedule, num_layers)
-    elif wanted == "even":
+    elif sizes == "even":
         try:
             return layers_of_stages(num_layers, num_stages)
         except ConfigError as error:
             run.fail("pipeline", f"{error}; or write 'pipeline.layers: balanced'")
-    elif wanted == "balanced":
+    elif sizes == "balanced":
         if num_layers < num_stages:
             run.fail("pipeline", f"pipeline: {num_layers} layers are too few for {num_stages} stages")
         sizes = _balanced(run, num_stages, model, device)
-    else:
-        sizes = wanted
-        if (len(sizes), sum(sizes)) != (num_stages, num_layers):
-            run.fail(
-                "pipeline.layers",
-                f"'pipeline.layers' has {len(sizes)} numbers that add up to {sum(sizes)}; '{schedule.name}' has "
-                f"{num_stages} stages here, and the model {num_layers} layers",
-            )
+    elif (len(sizes), sum(sizes)) != (num_stages, num_layers):
+        written = f"'pipeline.layers' has {len(sizes)} numbers that add up to {sum(sizes)}"
+        there = f"'{schedule.name}' has {num_stages} stages here, and the model {num_layers} layers"
+        run.fail("pipeline.layers", f"{written}; {there}")
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -222,93 +170,23 @@ def _balanced(run: RunConfig, num_stages: int, model: Any, device: torch.device)
     return sizes
 
 
-# -- products that ranks share ----------------------------------------------------------------------------------------
-
-
 def own_part(tokens: torch.Tensor, layout: Layout) -> torch.Tensor:
     """(B, T) -> (B, T / ranks that share products)."""
-    return tokens.chunk(layout.sizes["product"], dim=_SEQUENCE)[layout.product]
+    return tokens.chunk(layout.sizes["product"], dim=SEQUENCE)[layout.product]
 
 
-def loss_function(
-    *, may_slice: bool, layout: Layout | None = None
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def loss_function(*, may_slice: bool, layout: Layout | None = None) -> Callable[[torch.Tensor, torch.Tensor], Any]:
     """Of logits and tokens: their mean loss; if it may, in slices of rows, where they save memory and keep the bits
     (loss/attach.py). `layout`: of ranks that share products. Then the logits are those of the own part of the sequence,
     and the loss what this adds to the mean of all tokens."""
     loss: Any = SlicedLoss(ForCausalLMLoss, shifts=True) if may_slice else ForCausalLMLoss
 
-    def mean(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        how: dict[str, Any] = {}
+    def mean(logits: torch.Tensor, tokens: torch.Tensor) -> Any:
+        how: dict[str, Any] = {"vocab_size": logits.shape[-1]}
         if layout is not None:
-            following = own_part(pad(tokens, (0, 1), value=_NONE)[:, 1:], layout).contiguous()
-            num_targets = tokens.shape[0] * (tokens.shape[1] - 1)
-            how = {"num_items_in_batch": num_targets, "shift_labels": following, "ignore_index": _NONE}
-        found: torch.Tensor = loss(logits, tokens, vocab_size=logits.shape[-1], **how)
-        return found
+            # The last token has none that follows; -100 is no target.
+            how["shift_labels"] = own_part(pad(tokens, (0, 1), value=-100)[:, 1:], layout).contiguous()
+            how["num_items_in_batch"] = tokens.shape[0] * (tokens.shape[1] - 1)
+        return loss(logits, tokens, **how)
 
     return mean
-
-
-def cut_products(run: RunConfig, model: Any, stages: Iterable[Any], layout: Layout) -> None:
-    """Cut the stages of this rank, whose layers are those of `model`, where ranks share products. Raises `ConfigError`
-    for a model that cannot be cut so."""
-    size, group = layout.sizes["product"], layout.group(PRODUCTS)
-    if size == 1:
-        return
-
-    def fail(message: str) -> NoReturn:
-        run.fail("train.tensor_parallel", f"'train.tensor_parallel' is {size}, but {message}")
-
-    check_heads(model, size, fail)
-    attention = model.config._attn_implementation
-    if attention != "sdpa":
-        fail(f"attention runs by '{attention}', whose mask is for the tokens of a rank; use sdpa")
-
-    def count_all_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The model would count positions by its part of the sequence."""
-        given = kwargs.get("input_ids")
-        given = kwargs["inputs_embeds"] if given is None else given
-        places = torch.arange(size * given.shape[_SEQUENCE], device=given.device)
-        return args, {**kwargs, "position_ids": places.unsqueeze(0)}
-
-    def gather(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A block gets all tokens."""
-        if args:
-            return (_gather(args[0], _SEQUENCE, group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": _gather(kwargs["hidden_states"], _SEQUENCE, group)}
-
-    def scatter(module: nn.Module, args: tuple, output: torch.Tensor) -> Any:
-        """The sums over ranks, of the rank's own tokens."""
-        return _scatter(output, "sum", _SEQUENCE, group)
-
-    for stage in stages:
-        names = {module: name for name, module in stage.named_modules()}
-        stage.model.register_forward_pre_hook(count_all_tokens, with_kwargs=True)
-        for block in (block for layer in stage.model.layers for block in (layer.self_attn, layer.mlp)):
-            children = dict(block.named_children())
-            if "experts" in children:
-                continue
-            check_draws(stage, f"{names[block]}.", fail)
-            block.register_forward_pre_hook(gather, with_kwargs=True)
-            for name, child in children.items():
-                if name in _COLUMNS or name in _ROWS:
-                    _cut(child, names[child], name in _ROWS, layout, fail)
-                if name in _ROWS:
-                    child.register_forward_hook(scatter)
-
-
-def _cut(linear: Any, name: str, is_row: bool, layout: Layout, fail: Callable[[str], NoReturn]) -> None:
-    """Leave a linear its columns or rows."""
-    size = layout.sizes["product"]
-    if is_row and linear.bias is not None:
-        fail(f"'{name}' has a bias, which each rank would add; not covered, leave it out")
-    key = "in_features" if is_row else "out_features"
-    width = getattr(linear, key)
-    if width % size:
-        fail(f"'{name}' has {width} features, which do not divide by that; choose a divisor")
-    for parameter in linear.parameters():
-        # A copy, or the whole would stay in memory behind the part.
-        parameter.data = parameter.data.chunk(size, dim=1 if is_row else 0)[layout.product].clone()
-        layout.parts[parameter] = PRODUCTS
-    setattr(linear, key, width // size)

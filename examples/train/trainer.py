@@ -1,16 +1,12 @@
 """A small reference trainer: byte sequences, exact to the bit across interruptions.
 
 What: `train(run)` builds the model and the data of a run file, resumes if it can, and takes optimizer steps until
-`train.steps` or a signal. A step is `grad_accumulation` micro-batches; every micro-batch has the same number of tokens,
-so the mean of their means is the mean over the tokens, and nothing is weighed wrongly. Its text and its random numbers
-follow from its number, so that a run that is resumed has those that it would have had.
-Under `torchrun` gradients are exchanged (DDP) in the last micro-batch of a step only. With `train.expert_parallel` the
-experts are split over ranks and gradients are exchanged after the last micro-batch (ranks.py). With a section
-`pipeline` each rank has some layers (stages.py), with `parallel.shard` a part of each (shards.py).
-Cost beyond the model: one wait for the device per step, because every loss is looked at before it can reach the
-weights; AdamW is the fused one where the device has it, which needs no temporaries.
-Not covered: evaluation. Equality to the bit holds where the device itself repeats its sums to the
-bit; some kernels of accelerators do not.
+`train.steps` or a signal. A step is `grad_accumulation` micro-batches with equally many tokens. Its text and its random
+numbers follow from its number, so that a run that is resumed has those that it would have had.
+Of several ranks each has the model, and DDP exchanges gradients once per step; or a share of the experts (ranks.py), a
+part of each layer (products.py), or some layers (stages.py).
+Cost: a wait for the device per step, because every loss is looked at before it can reach the weights.
+Not covered: evaluation. Equality to the bit holds where the device itself repeats its sums to the bit.
 """
 
 from __future__ import annotations
@@ -19,13 +15,14 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -33,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from examples.train import checkpoint
 from examples.train.data import Sampler, text_of
-from examples.train.progress import RunFiles, line_of, resident_bytes, say_on_stderr
-from examples.train.ranks import SIGNALS, Layout, Ranks, StopRequest, TrainingError
-from examples.train.shards import compare_gradients, shard
+from examples.train.products import compare_gradients, shard
+from examples.train.progress import RunFiles, line_of, resident_bytes
+from examples.train.ranks import Layout, Ranks, StopRequest, TrainingError
 from examples.train.stages import RankStages
 from lowtide.cli.run_model import build_model
 from lowtide.cli.run_step import device_of_run, make_optimizer
@@ -44,10 +41,7 @@ from lowtide.core.log import Listener
 from lowtide.mindformers.follow import follow
 from lowtide.pipeline.agree import facts_of_model, same_on_all
 from lowtide.tensors.out_of_memory import is_out_of_memory
-
-if TYPE_CHECKING:
-    from lowtide.runtime.session.tide import Tide
-    from lowtide.runtime.session.tides import Tides
+from lowtide.tensors.ranks import gather
 
 _RUN = "lowtide train"
 _FREE = {
@@ -56,23 +50,22 @@ _FREE = {
     *("train.checkpoint_dir", "train.resume", "train.device", "train.engine", "train.threads"),
 }
 """What a run that is resumed may have otherwise."""
+OnStep = Callable[[Mapping[str, Any]], None]
 
 
-def train(run: RunConfig, *, on_step: Callable[[Mapping[str, Any]], None] | None = None) -> signal.Signals | None:
+def train(run: RunConfig, *, on_step: OnStep | None = None) -> signal.Signals | None:
     """Trains; gives the signal that stopped it, if one did. `on_step` is called on every rank after every step, with
-    its line of metrics.jsonl.
-
-    Raises `ConfigError` (settings, checkpoint, text) and `TrainingError` (loss not finite, disk full). In a group of
-    ranks a failure ends the processes of all of them here, with one message.
+    its line of metrics.jsonl. Raises `ConfigError` (settings, checkpoint, text) and `TrainingError` (loss not finite,
+    disk full); in a group of ranks a failure ends the processes of all of them here, with one message.
     """
     device = device_of_run(run)
     if run.train.threads is not None:
         torch.set_num_threads(run.train.threads)
     ranks = Ranks(device)
-    with StopRequest() as stop:
+    with StopRequest() as stop, Listener(ranks.say):
         try:
-            with contextlib.closing(Trainer(run, ranks=ranks, device=device)) as trainer:
-                asked = trainer.take_steps(stop, on_step)
+            with contextlib.ExitStack() as undo:
+                asked = Trainer(run, ranks=ranks, device=device, undo=undo).take_steps(stop, on_step)
             ranks.leave()
         except Exception as error:
             ranks.fail(_told(error, ranks, run))
@@ -85,26 +78,27 @@ def _told(error: Exception, ranks: Ranks, run: RunConfig) -> Exception:
         return error
     where = f"step {ranks.step}" if ranks.step else "while the run started"
     first, *_ = str(error).splitlines() or [type(error).__name__]
-    way_out = "lower train.batch_size, or write a budget into the section 'memory'"
-    if run.memory is not None and run.memory.has_budget:
-        way_out = "lower train.batch_size or memory.budget"
-    return TrainingError(f"{where}: out of memory: {first}; {way_out}")
+    has_budget = run.memory is not None and run.memory.has_budget
+    way_out = " or memory.budget" if has_budget else ", or write a budget into the section 'memory'"
+    return TrainingError(f"{where}: out of memory: {first}; lower train.batch_size{way_out}")
 
 
 class Trainer:
     """One rank's model, optimizer and part of the data, ready for the next step."""
 
-    def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device) -> None:
-        self.run = run
-        self.ranks = ranks
-        self.device = device
+    def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack) -> None:
+        """`undo` leaves the model as it was built."""
+        self.run, self.ranks, self.device = run, ranks, device
         text = text_of(run)
         self._text_sha256 = hashlib.sha256(text).hexdigest()
-        memory = "written" if run.memory is not None else "absent"
         facts = {f"train.{name}": getattr(run.train, name) for name in ("steps", "checkpoint_every", "resume")}
-        facts |= {"output_dir": run.output_dir, "section memory": memory, "section parallel": run.parallel}
+        facts |= {"output_dir": run.output_dir, "section parallel": run.parallel}
+        facts["section memory"] = "absent" if run.memory is None else "written"
         same_on_all({**settings_of(run), **facts, "data.files (sha256)": self._text_sha256}, what=_RUN)
         self.layout = Layout(run, ranks)
+        self._num_micro_batches = run.pipeline.micro_batches if run.pipeline else run.train.grad_accumulation
+        self._num_sequences = run.train.batch_size * self._num_micro_batches * self.layout.num_texts
+        """Of a step, of all ranks."""
         self.sampler = Sampler(
             text=text,
             sequence_length=run.data.sequence_length,
@@ -117,15 +111,14 @@ class Trainer:
         same_on_all(facts_of_model(self.model), what=_RUN)
         self._num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.stages: RankStages | None = None
-        self._products: Any = None
-        """The ranks that share products of shards, until they have compared the gradients that they have in common."""
         if run.pipeline is not None:
             self.stages = RankStages(run, self.model, self.layout, device)
             self.model = self.stages.model
         elif run.is_sharded:
-            self._products = shard(run, self.model, self.layout, device)
+            shard(run, self.model, self.layout, device)
         elif run.train.expert_parallel > 1:
-            self.layout.split_experts(run, self.model)
+            self.layout.split_experts(run, self.model, self.model)
+        self._dealt = {} if self.stages is None else {"layers of stages": self.stages.layer_counts}
         self.model.to(device)
         assert self.layout.parts.keys() <= set(self.model.parameters()), "a parameter was exchanged after it was split"
         self.optimizer = make_optimizer(self.model, run.train)
@@ -133,66 +126,44 @@ class Trainer:
         self.step = 0
         """Optimizer steps done."""
         if self.resumed_from is not None:
-            self.step = checkpoint.load(self.resumed_from, self._state(), settings=self._settings(), ranks=ranks)
-        same_on_all({"steps done": self.step}, what=_RUN)
-        self.say: Callable[[str], None] = say_on_stderr if ranks.is_first else lambda line: None
-        """Hears also the lines of the logger `lowtide`."""
-        self._listener = Listener(self.say)
-        self.tide: Tide | Tides | None = None
-        self._forward: torch.nn.Module = self.model
+            self.step = checkpoint.load(self.resumed_from, self._tensors(), settings=self._settings(), ranks=ranks)
+        self.first_step = self.step
+        same_on_all({"steps done": self.step, **self._dealt}, what=_RUN)
+        self.tide: Any = None
+        self._forward: Any = self.model
         if self.stages is not None:
-            self.stages.begin(self.optimizer)
+            self.stages.begin(self.optimizer, undo)
             return
         how: Any = {"memory": run.memory, "optimizer": self.optimizer, "engine": run.train.engine}
         if run.sections is not None:
-            self.tide = follow(self.model, run.sections, **how)
+            self.tide = undo.enter_context(follow(self.model, run.sections, **how))
         elif run.memory is not None:
             # Rules are followed as written; a budget is planned for in the first step.
-            self.tide = (lowtide.optimize if run.memory.has_budget else lowtide.apply)(self.model, **how)
+            attach: Any = lowtide.optimize if run.memory.has_budget else lowtide.apply
+            self.tide = undo.enter_context(attach(self.model, **how))
         if not (ranks.is_alone or run.is_sharded or self.layout.parts):
             self._forward = DistributedDataParallel(self.model)
-
-    def close(self) -> None:
-        """Leaves the model as it was built, and lets go of the process group."""
-        self._listener.close()
-        self._forward = self.model
-        for each in self.stages, self.tide:
-            if each is not None:
-                each.remove()
 
     @property
     def description(self) -> str:
         """What is trained, on what, by whom."""
         text = f"{len(self.sampler.text):,} bytes of text (sha256 {self._text_sha256[:12]})"
-        tokens = f"{self.tokens_per_step:,} tokens per step"
+        tokens = f"{self._num_sequences * self.run.data.sequence_length:,} tokens per step"
         parts = [f"{self._num_parameters:,} parameters", text, tokens, f"{self.device}{self.layout}"]
         if self.stages is not None:
             parts.append(f"stages of {', '.join(map(str, self.stages.layer_counts))} layers")
         return ", ".join(parts)
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Of all ranks."""
-        num_sequences = self.run.train.batch_size * self._num_micro_batches * self.layout.num_texts
-        return num_sequences * self.run.data.sequence_length
-
-    @property
-    def _num_micro_batches(self) -> int:
-        pipeline = self.run.pipeline
-        return self.run.train.grad_accumulation if pipeline is None else pipeline.micro_batches
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def take_steps(
-        self, stop: StopRequest, on_step: Callable[[Mapping[str, Any]], None] | None = None
-    ) -> signal.Signals | None:
+    def take_steps(self, stop: StopRequest, on_step: OnStep | None) -> signal.Signals | None:
         """Steps until the last one or a signal, which it gives; a checkpoint at the end in either case."""
-        run, settings, newest, first_step = self.run, self.run.train, self.resumed_from, self.step
+        run, settings, newest, say = self.run, self.run.train, self.resumed_from, self.ranks.say
         asked: signal.Signals | None = None
-        files = RunFiles(run.output_dir, first_step=self.step, warn=self.say) if self.ranks.is_first else None
-        self.say(self.description)
+        files = RunFiles(run.output_dir, first_step=self.step, warn=say) if self.ranks.is_first else None
+        say(self.description)
         if newest:
-            self.say(f"resumed from {newest}")
+            say(f"resumed from {newest}")
         while self.step < settings.steps and asked is None:
             self.ranks.step = self.step + 1
             record, asked = self._take_step(stop)
@@ -200,31 +171,31 @@ class Trainer:
                 files.append(record)
                 files.follow(self.tide)
             is_last = self.step == settings.steps
-            is_due = is_last or self.step == first_step + 1 or self.step % settings.log_every == 0
+            is_due = is_last or self.step == self.first_step + 1 or self.step % settings.log_every == 0
             if is_due or (record["tide"] and record["tide"]["num_retries"]):
-                self.say(line_of(record, settings.steps))
+                say(line_of(record, settings.steps))
             if on_step is not None:
                 on_step(record)
             if is_last or asked or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
                 how: Any = {"step": self.step, "settings": self._settings(), "ranks": self.ranks}
-                newest = checkpoint.save(run.checkpoint_dir, self._state(), **how)
+                newest = checkpoint.save(run.checkpoint_dir, self._tensors(), **how)
         if self.step >= settings.steps:
             asked = None  # a signal in the last step came too late to stop anything
         if asked:
             done = f"after step {self.step} of {settings.steps}"
-            self.say(f"stopped by {asked.name} {done}; saved {newest}; run again to go on")
-        elif self.step == first_step:
-            self.say(f"nothing left to do: {newest} has all {settings.steps} steps; raise train.steps to train on")
+            say(f"stopped by {asked.name} {done}; saved {newest}; run again to go on")
+        elif self.step == self.first_step:
+            say(f"nothing left to do: {newest} has all {settings.steps} steps; raise train.steps to train on")
         else:
-            self.say(f"done: {settings.steps} steps; saved {newest}")
+            say(f"done: {settings.steps} steps; saved {newest}")
         return asked
 
     def _take_step(self, stop: StopRequest) -> tuple[dict[str, Any], signal.Signals | None]:
         """One optimizer step: its line of metrics.jsonl, and the signal on which all ranks agree to stop after it."""
+        if self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.device)
         for tide in self._tides:
             tide.reset_stats()  # peak and totals are those of one step
-        if self._asks_allocator:
-            torch.accelerator.reset_peak_memory_stats(self.device)
         # Ranks that share products of shards must draw alike.
         place = self.layout.text if self.run.is_sharded else self.ranks.rank
         _seed(random.Random(f"{self.run.train.seed} {place} {self.step}").getrandbits(62))
@@ -233,13 +204,16 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         own_loss = self._accumulate_gradients()
-        if self._products is not None:
-            compare_gradients(self.model, self._products)
-            self._products = None
+        self.layout.average_gradients(self.model.parameters())
+        if self.run.is_sharded and self.step == self.first_step:
+            compare_gradients(self.model)
         pass_seconds = (time.perf_counter() - start) / self._num_micro_batches
-        loss, asked = self._agree(own_loss, stop)
-        grad_norm = self._clip()
+        loss, grad_norm, asked = self._agree(own_loss, stop)
         self._check_finite(loss, grad_norm)
+        most, parameters = self.run.train.clip_grad_norm, self.model.parameters()
+        if most is not None:
+            foreach = False if self.run.is_sharded else None  # shards over different ranks cannot be in one call
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, torch.tensor(grad_norm), foreach=foreach)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -249,7 +223,7 @@ class Trainer:
         # Of several stages the sums, also of peaks, which need not come at once.
         counted = {name: sum(count[name] for count in counts) for name in counts[0]} if counts else None
         peak_bytes = counted["peak_device_bytes"] if counted else None
-        if self._asks_allocator:
+        if counted is None and self.device.type != "cpu":
             peak_bytes = torch.accelerator.max_memory_allocated(self.device)
         record = {
             "step": self.step,
@@ -257,7 +231,8 @@ class Trainer:
             "grad_norm": grad_norm,  # before clipping
             "learning_rate": learning_rate,
             "step_seconds": seconds,
-            "tokens_per_second": self.tokens_per_step / seconds,  # of all ranks; other bytes and seconds are rank 0's
+            # Of all ranks; other bytes and seconds are rank 0's.
+            "tokens_per_second": self._num_sequences * self.run.data.sequence_length / seconds,
             "peak_bytes": peak_bytes,
             "resident_bytes": resident,
             "peak_resident_bytes": peak_resident,
@@ -280,11 +255,6 @@ class Trainer:
         return {"digest": digest, "predicted_peak_bytes": peak_bytes, "measured_seconds": pass_seconds}
 
     @property
-    def _asks_allocator(self) -> bool:
-        """For the peak. Lowtide asks by itself, and the CPU's knows nothing."""
-        return self.device.type != "cpu" and not self._tides
-
-    @property
     def _tides(self) -> list[Any]:
         if self.stages is not None:
             return self.stages.tides
@@ -295,45 +265,33 @@ class Trainer:
         count = self._num_micro_batches
         batches = map(self.sampler.batch, range(self.step * count, (self.step + 1) * count))  # (B, T) each
         if self.stages is not None:
-            return self.stages.take_passes(batches, self.say)
+            return self.stages.take_passes(batches, self.ranks.say)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, tokens in enumerate(batches, start=1):
             run = functools.partial(self._run_micro_batch, tokens.to(self.device), is_last=number == count)
             total += self.tide.step(run) if self.tide is not None else run()
-        if self.layout.parts:
-            self.layout.average_gradients(self.model.parameters())
         return float(total) / count
 
     def _run_micro_batch(self, tokens: torch.Tensor, *, is_last: bool) -> torch.Tensor:
         """Forward and backward; the loss. It may run again if memory runs out."""
         is_narrow = self.run.train.precision == "bf16_autocast"
-        exchanges = self._forward if isinstance(self._forward, DistributedDataParallel) and not is_last else None
-        with contextlib.nullcontext() if exchanges is None else exchanges.no_sync():
+        waits = isinstance(self._forward, DistributedDataParallel) and not is_last
+        with self._forward.no_sync() if waits else contextlib.nullcontext():
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_narrow):
                 loss = self._forward(input_ids=tokens, labels=tokens).loss
             (loss / self.run.train.grad_accumulation).backward()
         return loss.detach()
 
-    def _agree(self, loss: float, stop: StopRequest) -> tuple[float, signal.Signals | None]:
-        """The mean loss of all ranks that have one, and whether any of them was asked to stop."""
-        total, *asked = self.ranks.sum([loss, *(float(stop.asked is number) for number in SIGNALS)])
+    def _agree(self, loss: float, stop: StopRequest) -> tuple[float, float, signal.Signals | None]:
+        """Of all ranks: the mean loss of those that have one, the norm of all gradients, and the signal that one of
+        them was asked to stop by."""
+        elsewhere = () if self.stages is None else self.stages.pipeline.tied.counted_elsewhere()
+        squares = self.layout.squares(p for p in self.model.parameters() if p not in elsewhere)
+        losses, each_squares, asked = zip(*gather((loss, squares, stop.asked), None), strict=True)
         num_losses = self.ranks.num_ranks if self.stages is None else self.layout.num_texts
-        return total / num_losses, next((number for number, count in zip(SIGNALS, asked, strict=True) if count), None)
-
-    def _clip(self) -> float:
-        """Scales the gradients down to `clip_grad_norm`; their norm before that."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        if self.stages is not None:
-            norm = self.stages.gradient_norm()
-        elif self.run.is_sharded or self.layout.parts:
-            norm = self.layout.norm(parameters)
-        else:
-            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-        if self.run.train.clip_grad_norm is not None:
-            # Shards over different ranks cannot be in one call.
-            how: Any = {"foreach": False} if self.run.is_sharded else {}
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.run.train.clip_grad_norm, norm, **how)
-        return float(norm)
+        # The sum is rounded once, so it is the same however the parameters are dealt to ranks.
+        norm = math.sqrt(math.fsum(itertools.chain(*each_squares)))
+        return sum(losses) / num_losses, norm, next(filter(None, asked), None)
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if self.run.train.allow_non_finite or (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -350,28 +308,24 @@ class Trainer:
         """What a checkpoint is compared with: what shapes the loss curve, and who has what of the model."""
         settings = settings_of(self.run) | {"data.files (sha256)": self._text_sha256}
         if not self.run.is_sharded:
-            own = {} if self.stages is None else {"layers of stages": self.stages.layer_counts}
-            return settings | own | {"number of ranks": self.ranks.num_ranks}
+            return settings | self._dealt | {"number of ranks": self.ranks.num_ranks}
         # Another number of ranks may take the run up, if a step has the same sequences.
         del settings["train.batch_size"], settings["train.grad_accumulation"]
-        num_sequences = self.tokens_per_step // self.run.data.sequence_length
-        return settings | {"parallel.shard": True, "sequences of a step": num_sequences}
+        return settings | {"parallel.shard": True, "sequences of a step": self._num_sequences}
 
-    def _state(self) -> checkpoint.State:
+    def _tensors(self) -> checkpoint.Tensors:
         def rename(name: str) -> str:
             if self.stages is not None:  # ranks of pipelines that share experts have parts of the same name
                 return f"{name}[rank {self.ranks.rank}]"
-            is_part = bool(self.layout.parts) and name.endswith(self.layout.expert_names)
+            is_part = name.endswith(self.layout.expert_names)
             return f"{name}[{self.layout.share}/{self.run.train.expert_parallel}]" if is_part else name
 
-        return checkpoint.State(self.model, self.optimizer, rename)
+        return checkpoint.tensors_of(self.model, self.optimizer, rename)
 
 
 def settings_of(run: RunConfig) -> dict[str, Any]:
-    """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones.
-
-    `memory` is not among them: lowtide does not change a bit.
-    """
+    """What shapes the loss curve, flat: a checkpoint is only resumed by a run with the same ones. `memory` is not among
+    them: lowtide does not change a bit."""
     sections = {"model": run.model, "data": run.data, "train": run.train, "pipeline": run.pipeline}
     found = {
         f"{name}.{entry.name}": getattr(section, entry.name)

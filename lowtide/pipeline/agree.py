@@ -276,7 +276,7 @@ class FailureNote:
     """Made by all ranks of a pipeline, with the same `place`."""
 
     def __init__(self, place: str, num_ranks: int) -> None:
-        self._store: dist.Store = default_store()
+        self._store: dist.Store = default_store().clone()  # another thread may wait in that one
         self._place = place
         self._num_ranks = num_ranks
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from examples.train import trainer
 from examples.train.progress import RunFiles
+from examples.train.ranks import Ranks
 from lowtide.cli.main import main
 from lowtide.report.run_folder import report_of_folder
 
@@ -120,7 +120,7 @@ def test_lines_on_a_full_disk_are_whole_or_not_there(tmp_path: Path, monkeypatch
 
 def test_a_plan_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(trainer, "say_on_stderr", said.append)
+    monkeypatch.setattr(Ranks, "say", lambda self, text: said.append(text))
     write = Path.write_text
 
     def full(self: Path, text: str, encoding: str) -> int:

@@ -39,11 +39,12 @@ class Job:
         self.optimizer.zero_grad()
 
     def save(self, folder: Path, step: int) -> Path:
-        state = checkpoint.State(self.model, self.optimizer)
-        return checkpoint.save(folder, state, step=step, settings=SETTINGS, ranks=Ranks())
+        tensors = checkpoint.tensors_of(self.model, self.optimizer)
+        return checkpoint.save(folder, tensors, step=step, settings=SETTINGS, ranks=Ranks())
 
     def load(self, path: Path, *, settings: dict[str, object] = SETTINGS) -> int:
-        return checkpoint.load(path, checkpoint.State(self.model, self.optimizer), settings=settings, ranks=Ranks())
+        tensors = checkpoint.tensors_of(self.model, self.optimizer)
+        return checkpoint.load(path, tensors, settings=settings, ranks=Ranks())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = dict(self.model.state_dict())

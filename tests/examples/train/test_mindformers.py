@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lowtide.cli.main import main
+from lowtide.core.log import LOG, Listener
 from tests.support.grid import one_of
 from tests.support.trained import bits_of, steps_of
 
@@ -80,6 +81,7 @@ def test_beside_a_memory_section(
     Path("run.yaml").write_text(text.replace("\n    num_layers: 4", "\n    num_layers: 6"))
     assert main(["train", "run.yaml"]) == 2
     assert capfd.readouterr().err == "run.yaml: says 6 layers, but the model has 4\n"
+    assert not any(isinstance(each, Listener) for each in LOG.handlers)  # else the next run's lines would come twice
 
 
 def test_a_misspelt_section_is_not_taken_for_one_of_upstream(
