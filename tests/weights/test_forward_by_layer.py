@@ -10,7 +10,6 @@ import logging
 import queue
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
