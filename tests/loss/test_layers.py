@@ -248,7 +248,8 @@ def test_no_budget_changes_a_bit() -> None:
             assert lowtide.Plan.from_json(tide.plan.to_json()) == tide.plan
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(1, 1000))])
+# The seventh takes a sixth of the time of the first: it plans for no budget.
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n == 7 else [pytest.mark.extended]) for n in range(1000)])
 def test_random_draws_have_the_bits_of_the_declared_rows_alone(seed: int) -> None:
     draw = random.Random(seed)
     name, dtype = draw.choice(NAMES), draw.choice([torch.float32, torch.bfloat16])

@@ -103,7 +103,7 @@ def test_two_ranks_have_the_losses_of_one() -> None:
 def test_a_budget_changes_no_loss_and_holds_on_every_rank() -> None:
     write("alone", grad_accumulation=4)
     train(load_run("alone.yaml"))
-    memory = {"budget": "430KB", "min_bytes": 0}
+    memory = {"budget": "430KB", "min_bytes": 0, "recompute": "none"}  # which takes half the time to plan
     sections = {"pipeline": DUALPIPEV, "memory": memory}
     write("half", sections=sections, output_dir="resumed", steps=2, engine="host")
     write("rest", sections=sections, output_dir="resumed", engine="host")

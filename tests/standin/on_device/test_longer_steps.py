@@ -13,12 +13,11 @@ import lowtide
 from lowtide.core.log import Listener
 from tests.standin import budgets, device
 from tests.standin.budgets import HERE, Prices
-from tests.support.grid import in_turn
 from tests.test_longer_steps import LOOPS, Loop, assert_plain_bits, budget_of
 
-OFTEN = ("layers_twice", "attention_low")
-"""All on the virtual engine: tests/test_longer_steps.py, and the rest here in `make test-extended`."""
 POLICIES = ("late", 1)
+OFTEN = ("attention_low", 1)
+"""Others are on the virtual engine: tests/test_longer_steps.py, and here in `make test-extended`."""
 SLACK = 1 << 20
 """The allocator's grain, and what it keeps beside tensors."""
 
@@ -56,13 +55,9 @@ class OnDevice:
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *in_turn(2, OFTEN, POLICIES),
-        *(
-            pytest.param(name, policy, marks=pytest.mark.extended)
-            for name in LOOPS
-            for policy in POLICIES
-            if name not in OFTEN
-        ),
+        pytest.param(name, policy, marks=[] if (name, policy) == OFTEN else [pytest.mark.extended])
+        for name in LOOPS
+        for policy in POLICIES
     ],
 )
 def test_the_budget_holds_in_every_step(name: str, policy: str | int) -> None:

@@ -14,7 +14,7 @@ from tests.standin import budgets, device
 from tests.standin.budgets import Prices, Training
 from tests.support.grid import one_of
 
-TRAINING = Training(width=128, tokens=32, num_layers=6, has_optimizer=True)
+TRAINING = Training(width=128, tokens=32, num_layers=4, has_optimizer=True)
 
 
 def _trained(memory: dict[str, Any] | None, budget: int = 0) -> tuple[list[torch.Tensor], list[int], Any]:
