@@ -77,7 +77,7 @@ FOR_FOUR: dict[str, Job] = {
         {
             "each": [
                 ("zb_v", {"reshards": False, "puts_off": True}, {"swap": "none"}),
-                ("1f1b", {"reshards": "replicas"}, {"recompute": "none"}),
+                ("1f1b", {"reshards": "replicas"}, {}),
             ]
         },
     ),

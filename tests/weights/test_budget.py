@@ -85,7 +85,7 @@ print(json.dumps({"losses": losses, "digest": digest.hexdigest(), "peak": peak -
 """
 
 
-MOST_RUNS = 3
+MOST_RUNS = 2
 
 
 def run(folder: Path, mode: str, width: int, num_steps: int) -> dict:
@@ -103,7 +103,7 @@ def test_four_times_the_budget(width: int, num_steps: int, tmp_path: Path) -> No
     assert plain["peak"] > 3.5 * plain["budget"]
     for update in ("step", "in_backward"):
         peaks: list[float] = []
-        # What a busy machine keeps the writing thread from writing is resident too: then another run decides.
+        # On a busy machine one run in hundreds has passed the limit, and why is not known: then another run decides.
         while len(peaks) < MOST_RUNS and min(peaks, default=2.0) > 1.05:
             swapped = run(tmp_path, update, width, num_steps)
             assert swapped["losses"] == plain["losses"]
