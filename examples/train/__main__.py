@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
             what = "'parallel' without 'shard' is planned for, not trained with, in this version"
             settings.fail("parallel", f"{what}; add shard: fsdp2, or remove it to train")
         if is_first:
-            _check_folders(settings)
+            _check_folders(settings, args)
         if settings.memory is not None or settings.sections is not None:
             # read when torch is imported: large CPU storages become page-aligned, and disk writes need no bounce buffer
             os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -58,7 +58,7 @@ def _override(settings: RunConfig, args: argparse.Namespace) -> RunConfig:
     return dataclasses.replace(settings, train=train, output_dir=args.output_dir or settings.output_dir)
 
 
-def _check_folders(settings: RunConfig) -> None:
+def _check_folders(settings: RunConfig, args: argparse.Namespace) -> None:
     """A folder that cannot be written is refused now, not after the first hours of training."""
     for key in ("output_dir", "checkpoint_dir"):
         folder = getattr(settings, key)
@@ -66,8 +66,10 @@ def _check_folders(settings: RunConfig) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            why = f"{folder} cannot be made or written to: {error.strerror}"
-            settings.fail(f"train.{key}", f"'train.{key}': {why}; choose another folder")
+            text = f"{folder} cannot be made or written to: {error.strerror}; choose another folder"
+            if key == "output_dir" and args.output_dir is not None:
+                raise ConfigError(f"--output-dir: {text}") from None
+            settings.fail(f"train.{key}", f"'train.{key}': {text}")
 
 
 if __name__ == "__main__":
