@@ -32,7 +32,8 @@ does not count as one of this pass; what a step does not use is stepped with zer
 that somebody has replaced since the pass began waits for `step()`. Gradients that were used are None afterwards, so
 others that are still there after a step must have been set to zero: else that is refused.
 Cost: a few microseconds a parameter, and one wait for the device at `step()`, which looks at samples of gradients. With
-`set_to_none=False` one more wait, when backward begins. Not seen: a write to a few elements that no version counts.
+`set_to_none=False` one more wait, when backward begins. Not seen: a write to a few elements that no version counts;
+scaling that none counts, where all gradients that are left are zero.
 """
 
 from __future__ import annotations
@@ -379,15 +380,31 @@ class InBackward:
         return done.run
 
 
-_LeftGradient = tuple[torch.Tensor, int, torch.Tensor]
-"""A gradient as backward has left it for `step()`, its version then, and a sample of it."""
+_LeftGradient = tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]
+"""A gradient as backward has left it for `step()`, its version then, places in it, and bytes there and elsewhere."""
 
 
 def _left(gradient: torch.Tensor) -> _LeftGradient:
-    return gradient, version_of(gradient), sample_of(gradient)
+    """Its largest and its smallest element are among the places: one of them is not zero, so it shows what is scaled.
+    (Others may all be zero, as in the rows of an embedding whose words were not in the batch.)"""
+    numbers = _numbers_in(gradient)
+    places = (
+        torch.stack([numbers.argmax(), numbers.argmin()]) if numbers.numel() else torch.tensor([], dtype=torch.long)
+    )
+    return gradient, version_of(gradient), places, _bytes_at(gradient, places)
 
 
 def _has_changed(left: _LeftGradient) -> bool:
     """Whether somebody has written to it since."""
-    gradient, version, sample = left
-    return version_of(gradient) != version or not torch.equal(sample, sample_of(gradient))
+    gradient, version, places, sample = left
+    return version_of(gradient) != version or not torch.equal(sample, _bytes_at(gradient, places))
+
+
+def _bytes_at(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return torch.cat([sample_of(gradient), _numbers_in(gradient)[places].view(torch.uint8)])
+
+
+def _numbers_in(gradient: torch.Tensor) -> torch.Tensor:
+    """Real numbers, one after the other; of a sparse gradient, its values."""
+    values = values_of(gradient)
+    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)

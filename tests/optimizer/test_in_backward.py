@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -517,3 +518,24 @@ def test_gradients_that_are_not_set_to_zero_between_steps_are_refused(steps_at_o
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"^lowtide: gradients of the last step are still there, to be added to or"):
         optimizer.step() if steps_at_once else model(torch.ones(3, 24)).sum().backward()
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("word", [1, 301])
+def test_an_embedding_of_few_words_shows_that_gradients_were_unscaled(word: int, is_sparse: bool) -> None:
+    """Almost all of the gradient that is left for the step is zero, and no version counts what unscales it."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(512, 8, sparse=is_sparse), nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    swapped(optimizer, VirtualEngine(0), overlap="in_backward")
+
+    def step(change: Any = None) -> None:
+        model(torch.tensor([word])).square().mean().backward()
+        if change is not None:
+            change(optimizer, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with pytest.raises(RuntimeError, match=re.escape(CHANGED)):
+        step(_unscale)
