@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import COLLECTED_EACH
+from tests.support.processes import GARBAGE_THRESHOLDS
 
-gc.set_threshold(*COLLECTED_EACH)
+gc.set_threshold(*GARBAGE_THRESHOLDS)
 # Tests run in parallel on small machines: a thread pool per worker would only fight the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -64,7 +64,7 @@ WITHOUT = {
 
 
 MOST = {
-    "lines": 56_931,
+    "lines": 56_926,
     "files": 239,
     "classes": 430,
     "files that one other file imports": 33,

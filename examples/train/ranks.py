@@ -254,7 +254,7 @@ class Layout:
     def squares(self, parameters: Iterable[nn.Parameter]) -> list[float]:
         """Of the norms of the gradients, divided by the number of ranks that have the same one: their sum over all
         ranks is the square of the norm of the whole model's gradients."""
-        found = []
+        norms, shares = [], []
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -262,9 +262,11 @@ class Layout:
             if isinstance(parameter.grad, DTensor):
                 sizes = zip(parameter.grad.device_mesh.shape, parameter.grad.placements, strict=True)
                 num_holders /= math.prod(1 if placement.is_replicate() else size for size, placement in sizes)
-            norm = torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float32)
-            found.append(float(norm) ** 2 / num_holders)
-        return found
+            norms.append(torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float32))
+            shares.append(num_holders)
+        # One wait for the device, not one for each parameter.
+        found = torch.stack(norms).tolist() if norms else []
+        return [norm**2 / num_holders for norm, num_holders in zip(found, shares, strict=True)]
 
 
 def _sizes(run: RunConfig, ranks: Ranks) -> tuple[int, ...]:

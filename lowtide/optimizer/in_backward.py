@@ -31,9 +31,9 @@ Which gradients a bucket waits for is known from the step before, and a gradient
 does not count as one of this pass; what a step does not use is stepped with zeros then, as in plain training. State
 that somebody has replaced since the pass began waits for `step()`. Gradients that were used are None afterwards, so
 others that are still there after a step must have been set to zero: else that is refused.
-Cost: a few microseconds a parameter, and one wait for the device at `step()`, which looks at samples of gradients. With
-`set_to_none=False` one more wait, when backward begins. Not seen: a write to a few elements that no version counts;
-scaling that none counts, where all gradients that are left are zero.
+Cost: a few microseconds a parameter, two reads of the gradients that are left, and one wait for the device at `step()`,
+which compares sums of their bytes. With `set_to_none=False` one more wait, when backward begins. Not seen: scaling that
+no version counts, where all gradients that are left are zero.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from lowtide.optimizer.step import Stepper
 from lowtide.optimizer.store import StateStore
 from lowtide.tensors.optimizers import parameters_of
 from lowtide.tensors.private import current_graph_task_id, queue_callback, version_of
-from lowtide.tensors.view import sample_of, values_of
+from lowtide.tensors.view import sum_of_bytes, values_of
 from lowtide.tensors.wrappers import inside
 
 NUM_MARKS = 32
@@ -380,31 +380,15 @@ class InBackward:
         return done.run
 
 
-_LeftGradient = tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]
-"""A gradient as backward has left it for `step()`, its version then, places in it, and bytes there and elsewhere."""
+_LeftGradient = tuple[torch.Tensor, int, torch.Tensor]
+"""A gradient as backward has left it for `step()`, its version then, and the sum of its bytes."""
 
 
 def _left(gradient: torch.Tensor) -> _LeftGradient:
-    """Its largest and its smallest element are among the places: one of them is not zero, so it shows what is scaled.
-    (Others may all be zero, as in the rows of an embedding whose words were not in the batch.)"""
-    numbers = _numbers_in(gradient)
-    places = (
-        torch.stack([numbers.argmax(), numbers.argmin()]) if numbers.numel() else torch.tensor([], dtype=torch.long)
-    )
-    return gradient, version_of(gradient), places, _bytes_at(gradient, places)
+    return gradient, version_of(gradient), sum_of_bytes(values_of(gradient))
 
 
 def _has_changed(left: _LeftGradient) -> bool:
     """Whether somebody has written to it since."""
-    gradient, version, places, sample = left
-    return version_of(gradient) != version or not torch.equal(sample, _bytes_at(gradient, places))
-
-
-def _bytes_at(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return torch.cat([sample_of(gradient), _numbers_in(gradient)[places].view(torch.uint8)])
-
-
-def _numbers_in(gradient: torch.Tensor) -> torch.Tensor:
-    """Real numbers, one after the other; of a sparse gradient, its values."""
-    values = values_of(gradient)
-    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    gradient, version, total = left
+    return version_of(gradient) != version or not torch.equal(total, sum_of_bytes(values_of(gradient)))

@@ -8,6 +8,7 @@ Cost: half a microsecond to write one down. Not covered: tensors that are not st
 from __future__ import annotations
 
 import functools
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -120,6 +121,23 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         for tensor in (one, other)
     )
     return torch.equal(first, second)
+
+
+_LEAST_WIDTH = 4095
+"""Of the grid whose columns and rows are added up; odd, so that rows of a weight begin in different columns."""
+
+
+def sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes when a byte does, or its place (but for changes that cancel out)."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()  # words of eight bytes begin at such addresses
+    width = max(min(flat.numel() // 8, _LEAST_WIDTH), math.isqrt(flat.numel() // 8) | 1)
+    whole = flat.numel() // (8 * width) * (8 * width)
+    grid = flat[:whole].view(torch.int64).view(-1, width)
+    sums = torch.cat([grid.sum(0), grid.sum(1), flat[whole:].to(torch.int64)])
+    sums ^= sums >> 32  # highest bits are signs, and two of them add up to nothing
+    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=flat.device)).sum()
 
 
 _NUM_SAMPLES = 64

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +54,7 @@ from lowtide.tensors.private import (
     storage_uses,
     version_of,
 )
-from lowtide.tensors.view import Shape, byte_view, nan_in_place_of
+from lowtide.tensors.view import Shape, byte_view, nan_in_place_of, sum_of_bytes
 
 FORWARD, UPDATE = "forward", "update"
 Use = tuple[str, str]
@@ -533,7 +532,7 @@ class WeightMoves:
             return
         tensor.data = item.shape.over(item.buffer)
         item.event = None
-        item.total = _sum_of(item.buffer)
+        item.total = sum_of_bytes(byte_view(item.buffer))
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -543,7 +542,12 @@ class WeightMoves:
         if any(item in items for items in self.order.open):
             return
         buffer, total = item.buffer, item.total
-        if item.can_go and buffer is not None and total is not None and torch.equal(total, _sum_of(buffer)):
+        if (
+            item.can_go
+            and buffer is not None
+            and total is not None
+            and torch.equal(total, sum_of_bytes(byte_view(buffer)))
+        ):
             self._drop(item)
         elif not self.send(item) and not item.is_here:  # gone, or not ours any more
             self._forget(item)
@@ -551,7 +555,9 @@ class WeightMoves:
     def sums(self, items: Iterable[Movable]) -> dict[Movable, torch.Tensor | None]:
         """The sum of each item's bytes as they are now; None for one that was never seen."""
         with self.lock, quiet():
-            return {i: _sum_of(i.buffer) if i.is_here and i.buffer is not None else i.total for i in items}
+            return {
+                i: sum_of_bytes(byte_view(i.buffer)) if i.is_here and i.buffer is not None else i.total for i in items
+            }
 
     def _drop(self, item: Movable) -> None:
         """Have the tensor show its slot, and let go of the buffer."""
@@ -575,7 +581,7 @@ class WeightMoves:
             engine.wait(Lane.OUT, engine.record(Lane.COMPUTE))
             engine.copy_out(item.buffer, item.slot)
             item.leaving = engine.record(Lane.OUT), version
-            item.total = _sum_of(item.buffer)
+            item.total = sum_of_bytes(byte_view(item.buffer))
             self.stats.sent_bytes += item.nbytes
             return True
 
@@ -636,8 +642,6 @@ class WeightMoves:
 
 
 _NEVER = 1 << 30
-_LEAST_WIDTH = 4095
-"""Of the grid whose columns and rows are added up; odd, so that rows of a weight begin in different columns."""
 
 
 def _has_others(storage: torch.UntypedStorage, num_own: int = 2) -> bool:
@@ -647,17 +651,6 @@ def _has_others(storage: torch.UntypedStorage, num_own: int = 2) -> bool:
 
 def _tier(item: Movable) -> str:
     return "slower tier" if item.slot is None else item.slot.tier
-
-
-def _sum_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A number that changes when a byte does, or its place (but for changes that cancel out)."""
-    flat = byte_view(storage)
-    width = max(min(flat.numel() // 8, _LEAST_WIDTH), math.isqrt(flat.numel() // 8) | 1)
-    whole = flat.numel() // (8 * width) * (8 * width)
-    grid = flat[:whole].view(torch.int64).view(-1, width)
-    sums = torch.cat([grid.sum(0), grid.sum(1), flat[whole:].to(torch.int64)])
-    sums ^= sums >> 32  # highest bits are signs, and two of them add up to nothing
-    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=flat.device)).sum()
 
 
 @contextlib.contextmanager

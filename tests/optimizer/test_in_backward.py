@@ -377,6 +377,12 @@ def _write_through_data(optimizer: torch.optim.Optimizer, model: nn.Module) -> N
             parameter.grad.data.mul_(0.5)
 
 
+def _write_an_element(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.view(-1)[1] += 1
+
+
 CHANGED = "gradients were changed between the backward pass and the step (clipping, GradScaler)"
 
 
@@ -406,6 +412,7 @@ def _tell_of_infs(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         ("AdamW", _clip, CHANGED),
         ("AdamW", _unscale, CHANGED),
         ("AdamW", _write_through_data, CHANGED),
+        ("AdamW", _write_an_element, CHANGED),
         ("fused", _tell_of_infs, "GradScaler unscales gradients when the optimizer steps"),
         ("AdamW", _change_rate, "param_groups[0]['lr'] was changed between the backward pass and the step"),
         ("Counted", _change_tensor, "param_groups[0]['count'] was changed between the backward pass and the step"),

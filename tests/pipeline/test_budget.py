@@ -81,11 +81,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ..
         "kept": ("kept", {"names": list(NAMES)}),
         "kept_turns": ("kept", {"names": ["interleaved_overlap"], "about": OWN}),
         "again": ("kept", {"names": ["interleaved"], "recompute": ["layers.*"]}),
-        # Each step is planned anew: one fate takes a third of the time.
-        "changes": (
-            "changes",
-            {"name": "1f1b", "budgets": [0.6, 0.18], "steps": CHANGES, "about": LONG, "recompute": "none"},
-        ),
+        "changes": ("changes", {"name": "1f1b", "budgets": [0.6, 0.18], "steps": CHANGES, "about": LONG}),
         "too long": ("too_long", {}),
         "refused": ("refused", {}),
         **{how: ("raises", {"how": how}) for how in RAISES},

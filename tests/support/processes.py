@@ -23,7 +23,7 @@ _LOADED = (
     *("lowtide.runtime.session.apply", "lowtide.planner.plan_profile", "lowtide.pipeline.execute"),
     *("lowtide.mindformers.follow", "lowtide.cli.run_file", "pytest"),
 )
-COLLECTED_EACH = (30_000, 50, 50)
+GARBAGE_THRESHOLDS = (30_000, 50, 50)
 """For `gc.set_threshold`. With Python's own numbers (700, 10, 10) a tenth of the suite's time goes into looking for
 garbage. Tests that ask what is left collect it themselves."""
 Process = multiprocessing.context.ForkServerProcess
@@ -53,7 +53,7 @@ def fork(function: Callable[..., None], each: list[tuple[Any, ...]]) -> list[Pro
 
 def _call(environment: dict[str, str], function: Callable[..., None], *args: Any) -> None:
     gc.freeze()
-    gc.set_threshold(*COLLECTED_EACH)
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     os.environ.clear()
     os.environ.update(environment)
     import torch

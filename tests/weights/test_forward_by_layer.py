@@ -360,8 +360,8 @@ def test_an_error_in_any_forward_ends_all(kind: type[BaseException], which: int)
 
 @pytest.mark.parametrize("when", [3, 8])
 def test_ctrl_c_while_forwards_take_turns(when: int) -> None:
-    """It comes to the main thread, which waits, while a layer of the third forward or of the second one runs: the
-    number of layers that have begun says when, and no clock."""
+    """The main thread gets it while a layer runs on another one. How many layers have begun decides when, not a
+    clock: a late one would end whatever runs after this test."""
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     is_armed = [False]

@@ -19,7 +19,7 @@ from torch.distributed import fsdp
 import lowtide
 from lowtide.engines.host import HostEngine
 from lowtide.tensors import private
-from lowtide.weights.moves import _sum_of
+from lowtide.tensors.view import sum_of_bytes
 from tests.support.grid import one_of
 from tests.support.virtual_engine import VirtualEngine
 from tests.weights.test_bit_equality import Small
@@ -269,17 +269,24 @@ def test_a_sum_of_bytes_sees_what_is_done_to_all_of_a_weight(size: tuple[int, ..
     changed.append(weight.abs().to(dtype))
     for other in changed:
         one, sums = weight.clone(), []
-        sums.append(_sum_of(one.untyped_storage()))
+        sums.append(sum_of_bytes(one))
         one.copy_(other)
-        assert not torch.equal(sums[0], _sum_of(one.untyped_storage())) or torch.equal(weight, other)
+        assert not torch.equal(sums[0], sum_of_bytes(one)) or torch.equal(weight, other)
+
+
+def test_a_sum_of_bytes_is_that_of_the_bytes_wherever_they_begin() -> None:
+    flat = torch.randn(5000).to(torch.bfloat16)
+    for start in range(5):
+        part = flat[start : start + 4099]
+        assert torch.equal(sum_of_bytes(part), sum_of_bytes(part.clone())), start
 
 
 def test_a_sum_of_bytes_sees_two_elements_that_change_places() -> None:
     weight = torch.randn(96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    before, flat = _sum_of(weight.untyped_storage()), weight.view(-1)
+    before, flat = sum_of_bytes(weight), weight.view(-1)
     for place in range(5, len(flat), 5):
         flat[[0, place]] = flat[[place, 0]]
-        assert not torch.equal(before, _sum_of(weight.untyped_storage())), place
+        assert not torch.equal(before, sum_of_bytes(weight)), place
         flat[[0, place]] = flat[[place, 0]]
 
 

@@ -656,9 +656,23 @@ def _gemma4() -> nn.Module:
     return Gemma4ForCausalLM(config).train()
 
 
+def _lfm2() -> nn.Module:
+    """Each second layer is a convolution, which keeps a state of its own in the cache."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ["conv", "full_attention"] * 2
+    torch.manual_seed(0)
+    return Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, layer_types=kinds, use_cache=True)).train()
+
+
 @pytest.mark.filterwarnings("ignore:lowtide. recomputed layers leave")
-@pytest.mark.parametrize("layers", ["model.layers.*", "model.layers.3,5"])
-def test_layers_that_keep_no_tokens_in_the_cache_are_recomputed(layers: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "layers"),
+    [(_gemma4, "model.layers.*"), (_gemma4, "model.layers.3,5"), (_lfm2, "model.layers.2")],
+)
+def test_layers_that_keep_no_tokens_in_the_cache_are_recomputed(build: Callable[[], nn.Module], layers: str) -> None:
     ids = torch.arange(24).view(2, 12)
 
     def run(model: nn.Module) -> list[Tensor]:
@@ -666,7 +680,7 @@ def test_layers_that_keep_no_tokens_in_the_cache_are_recomputed(layers: str) -> 
         loss.backward()
         return [loss.detach(), *gradients(model)]
 
-    truth, model = run(_gemma4()), _gemma4()
+    truth, model = run(build()), build()
     with lowtide.apply(model, {"recompute": [layers]}) as tide:
         assert all(map(torch.equal, run(model), truth))
         assert tide.stats.recomputed_bytes > 0
